@@ -1,0 +1,216 @@
+"""Every option of a block diffusion run, in one dataclass.
+
+A field is a flag: its name with hyphens, its docstring the help text (Megatron's
+`ArgumentGroupFactory` builds the argument group from it). The rules between options stand
+below the fields, in `validate`. A recipe (`RECIPES`) is a named set of field values; a flag
+that the user gives wins over the recipe.
+
+Terms: block size S, noise level t, corruption probability p(t), clean stream x0, noisy
+streams xt_1..xt_V ("views").
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, Optional
+
+
+class BDLMConfigError(ValueError):
+    """An option or a combination of options that cannot run; the message names flag, value, rule and a legal value."""
+
+
+@dataclass
+class BDLMConfig:
+    """Block diffusion language model options."""
+
+    bdlm_recipe: Optional[str] = None
+    """Named set of values for the options of this group (see RECIPES); a flag given beside it wins."""
+
+    # ---- blocks and visibility -------------------------------------------------------------
+    bdlm_block_size: int = 32
+    """Tokens per block, S."""
+
+    bdlm_block_size_schedule: Optional[str] = None
+    """Block-size warm-up as comma-separated ITERATION:SIZE pairs, for example 0:1,100:4,500:32; the first iteration is 0."""
+
+    bdlm_clean_attention: Literal["block-causal", "token-causal"] = "block-causal"
+    """What a clean row sees of the clean stream: its own and earlier blocks, or tokens up to itself."""
+
+    bdlm_noisy_attention: Literal["bidirectional", "causal"] = "bidirectional"
+    """What a noisy row sees of its own noisy block: all of it, or tokens up to itself."""
+
+    bdlm_views: Literal[1, 2] = 1
+    """Noisy streams over one clean stream; 2 corrupts complementary sets of tokens, so each is scored once over the pair."""
+
+    bdlm_tail_policy: Literal["ragged", "eos-fill", "pad"] = "ragged"
+    """The last block of a document: kept short, filled with supervised EOS, or filled with invisible padding."""
+
+    # ---- vocabulary ------------------------------------------------------------------------
+    bdlm_mask_token_id: Optional[int] = None
+    """Id of the mask token; default: the tokenizer's mask token, else a new row behind its vocabulary."""
+
+    bdlm_keep_mask_logit: bool = False
+    """Leave the mask token's logit in the softmax (by default it is excluded: the mask can never be predicted)."""
+
+    # ---- noise -----------------------------------------------------------------------------
+    bdlm_corruption: Literal["absorbing", "uniform"] = "absorbing"
+    """A corrupted token becomes the mask token, or a token drawn uniformly from the vocabulary."""
+
+    bdlm_noise_schedule: Literal["linear", "quadratic", "sqrt", "log", "cosine"] = "linear"
+    """Corruption probability p(t): (1-eps)t+eps, t^2, sqrt t, ln(1+t)/ln 2, 1-(1-eps)cos(pi t/2)."""
+
+    bdlm_noise_eps: float = 1e-3
+    """Floor eps of the linear and cosine schedules."""
+
+    bdlm_noise_level_per: Literal["block", "document", "sequence"] = "block"
+    """What shares one noise level t."""
+
+    bdlm_noise_draw: Literal["uniform", "stratified"] = "stratified"
+    """How t is drawn: independently, or stratified over the blocks of a sample (over samples where t is per document or sequence)."""
+
+    bdlm_t_min: float = 1e-3
+    """Smallest training noise level; validation always uses [0.001, 1]."""
+
+    bdlm_t_max: float = 1.0
+    """Largest training noise level."""
+
+    bdlm_force_one_corrupted: bool = False
+    """Corrupt at least one token in every block that has an eligible one."""
+
+    bdlm_noise_seed: Optional[int] = None
+    """Seed of the noise; default: --seed."""
+
+    # ---- loss ------------------------------------------------------------------------------
+    bdlm_loss_weight: Literal["nelbo", "unit"] = "nelbo"
+    """Weight of a corrupted token: p'(t)/p(t) (the NELBO bound) or 1."""
+
+    bdlm_loss_denominator: Literal["supervised", "masked"] = "supervised"
+    """What the loss is divided by: all eligible tokens (keeps the bound) or the corrupted ones."""
+
+    bdlm_label_shift: Literal["none", "next"] = "none"
+    """Row i predicts token i, or token i+1 (models converted from autoregressive ones; token 0 is never scored)."""
+
+    bdlm_diffusion_loss_weight: float = 1.0
+    """Factor of the diffusion loss on noisy rows."""
+
+    bdlm_clean_loss_weight: float = 0.0
+    """Factor of a next-token loss on clean rows; needs --bdlm-clean-attention token-causal."""
+
+    bdlm_cross_entropy_chunk: int = 4096
+    """Rows whose logits are held at a time by the chunked linear cross entropy; 0 holds all of them."""
+
+    # ---- parallelism -----------------------------------------------------------------------
+    block_parallel_size: Optional[int] = None
+    """Block-parallel size K, a divisor of --context-parallel-size P: P shards blocks and the clean stream (CSBP), 1 is conventional context parallelism, between them both are combined; default P."""
+
+    bdlm_strategy: Literal["auto", "csbp", "cp", "bp", "hybrid"] = "auto"
+    """Attention strategy; auto follows --block-parallel-size. bp replicates the clean stream on every rank."""
+
+    bdlm_transport: Literal["auto", "direct", "hierarchical", "ring", "allgather"] = "auto"
+    """How clean keys and values travel; auto: hierarchical when the group spans nodes, else direct."""
+
+    bdlm_ranks_per_node: Optional[int] = None
+    """Ranks on one node for the hierarchical transport; default: LOCAL_WORLD_SIZE."""
+
+    bp_grad_dtype: Literal["fp32", "bf16", "input"] = "fp32"
+    """Data type of key and value gradients on the wire; they are always summed in float32 (float64 inputs: float64)."""
+
+    bdlm_attention_kernel: str = "auto"
+    """Kernel of the dense attention tiles: auto, torch, flash_attn, transformer_engine, flex."""
+
+    bdlm_full_last_layer: bool = False
+    """Compute clean rows of the last layer even when no loss needs them."""
+
+    def validate(self) -> None:
+        """Check the rules between the options of this group.
+
+        Raises:
+            BDLMConfigError: naming the flag, its value, the rule and a legal value.
+        """
+        _require(self.bdlm_block_size >= 1, "--bdlm-block-size", self.bdlm_block_size, "a block holds at least one token", "32")
+        _require(
+            self.bdlm_recipe is None or self.bdlm_recipe in RECIPES,
+            "--bdlm-recipe", self.bdlm_recipe, "known recipes: " + ", ".join(sorted(RECIPES)), next(iter(RECIPES)),
+        )
+        _require(0.0 <= self.bdlm_noise_eps < 1.0, "--bdlm-noise-eps", self.bdlm_noise_eps, "0 <= eps < 1", "0.001")
+        _require(
+            0.0 < self.bdlm_t_min <= self.bdlm_t_max <= 1.0,
+            "--bdlm-t-min/--bdlm-t-max", f"{self.bdlm_t_min}/{self.bdlm_t_max}", "0 < t_min <= t_max <= 1", "0.001/1.0",
+        )
+        _require(
+            self.bdlm_clean_loss_weight == 0.0 or self.bdlm_clean_attention == "token-causal",
+            "--bdlm-clean-loss-weight", self.bdlm_clean_loss_weight,
+            "a next-token loss on clean rows needs --bdlm-clean-attention token-causal", "0",
+        )
+        _require(self.bdlm_clean_loss_weight >= 0.0, "--bdlm-clean-loss-weight", self.bdlm_clean_loss_weight, "not negative", "0")
+        _require(self.bdlm_diffusion_loss_weight > 0.0, "--bdlm-diffusion-loss-weight", self.bdlm_diffusion_loss_weight, "positive", "1.0")
+        _require(
+            self.bdlm_views == 1 or self.bdlm_corruption == "absorbing",
+            "--bdlm-views", self.bdlm_views, "complementary views need --bdlm-corruption absorbing", "1",
+        )
+        _require(self.bdlm_cross_entropy_chunk >= 0, "--bdlm-cross-entropy-chunk", self.bdlm_cross_entropy_chunk, "not negative", "4096")
+
+    def resolved_strategy(self, context_parallel_size: int) -> tuple[str, int]:
+        """The attention strategy and block-parallel size K for P = `context_parallel_size` ranks.
+
+        Raises:
+            BDLMConfigError: K does not divide P, or the strategy contradicts K.
+        """
+        size = context_parallel_size
+        slots = self.block_parallel_size
+        if slots is None:
+            slots = 1 if self.bdlm_strategy == "cp" else size
+        _require(
+            1 <= slots <= size and size % slots == 0,
+            "--block-parallel-size", slots, f"it must divide --context-parallel-size {size}", str(size),
+        )
+        implied = "csbp" if slots == size else "cp" if slots == 1 else "hybrid"
+        strategy = implied if self.bdlm_strategy == "auto" else self.bdlm_strategy
+        allowed = {"csbp": slots == size, "bp": slots == size, "cp": slots == 1, "hybrid": True}
+        _require(
+            allowed[strategy], "--bdlm-strategy", strategy,
+            f"--block-parallel-size {slots} of --context-parallel-size {size} means {implied}", implied,
+        )
+        return strategy, slots
+
+
+def _require(holds: bool, flag: str, value: object, rule: str, legal: str) -> None:
+    if not holds:
+        raise BDLMConfigError(f"{flag} {value}: {rule}. A legal value: {legal}")
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "bd3lm": dict(bdlm_block_size=16, bdlm_t_min=0.3, bdlm_t_max=0.8),
+    "sdar": dict(bdlm_block_size=32, bdlm_noise_level_per="document", bdlm_force_one_corrupted=True),
+    "fast-dllm-v2": dict(
+        bdlm_block_size=32, bdlm_loss_weight="unit", bdlm_views=2, bdlm_label_shift="next", bdlm_keep_mask_logit=True,
+    ),
+    "llada2-sft": dict(
+        bdlm_block_size=32, bdlm_loss_weight="unit", bdlm_t_min=0.3, bdlm_t_max=0.8,
+        bdlm_loss_denominator="masked", bdlm_views=2,
+    ),
+    "nemotron-joint": dict(
+        bdlm_block_size=64, bdlm_clean_attention="token-causal", bdlm_diffusion_loss_weight=0.3, bdlm_clean_loss_weight=1.0,
+    ),
+    "i-dlm": dict(
+        bdlm_block_size=3, bdlm_clean_attention="token-causal", bdlm_noisy_attention="causal", bdlm_loss_weight="unit",
+        bdlm_label_shift="next", bdlm_t_min=1.0, bdlm_t_max=1.0, bdlm_clean_loss_weight=0.2,
+    ),
+}
+"""Published recipes as values of `BDLMConfig`; sources and formulas: docs/objectives.md."""
+
+
+def recipe_values(name: str) -> dict[str, Any]:
+    """Field values of a recipe.
+
+    Raises:
+        BDLMConfigError: unknown name.
+    """
+    _require(name in RECIPES, "--bdlm-recipe", name, "known recipes: " + ", ".join(sorted(RECIPES)), next(iter(RECIPES)))
+    return {"bdlm_recipe": name, **RECIPES[name]}
+
+
+def config_from_args(args: Any) -> BDLMConfig:
+    """The options of this group out of a parsed argument namespace, validated."""
+    config = BDLMConfig(**{f.name: getattr(args, f.name) for f in dataclasses.fields(BDLMConfig)})
+    config.validate()
+    return config
