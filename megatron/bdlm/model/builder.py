@@ -1,0 +1,80 @@
+"""Model configuration and builder for `megatron.training.pretrain`.
+
+`BlockDiffusionModelConfig` is the engine's GPTModelConfig plus our options; its builder makes
+one `BlockDiffusionGPTModel` per pipeline stage. Everything around it (DDP, precision wrappers,
+virtual stages) is inherited.
+"""
+
+import dataclasses
+from typing import Any, ClassVar, Optional
+
+from megatron.core.pipeline_parallel.utils import (
+    is_pp_first_stage,
+    is_pp_last_stage,
+    is_vp_first_stage,
+    is_vp_last_stage,
+)
+from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
+from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+from megatron.bdlm.config import BDLMConfig
+from megatron.bdlm.model.gpt import BlockDiffusionGPTModel
+from megatron.bdlm.model.layer_spec import block_diffusion_layer_spec
+
+
+@dataclasses.dataclass(kw_only=True)
+class BlockDiffusionModelConfig(GPTModelConfig):
+    """GPTModelConfig with the options of block diffusion."""
+
+    builder: ClassVar[str] = "megatron.bdlm.model.builder.BlockDiffusionModelBuilder"
+    bdlm: BDLMConfig = dataclasses.field(default_factory=BDLMConfig)
+    candidate_tokens: Optional[int] = None
+    """Real rows of the vocabulary, mask token included; rows behind them are padding."""
+
+
+class BlockDiffusionModelBuilder(GPTModelBuilder):
+    """Builds `BlockDiffusionGPTModel` stages from a `BlockDiffusionModelConfig`."""
+
+    def build_model(
+        self,
+        pg_collection: Any,
+        pre_process: Optional[bool] = None,
+        post_process: Optional[bool] = None,
+        vp_stage: Optional[int] = None,
+    ) -> BlockDiffusionGPTModel:
+        """One pipeline stage; the arguments are the engine's."""
+        config = self._model_config
+        vp_size = config.virtual_pipeline_model_parallel_size
+        if pre_process is None:
+            pre_process = is_vp_first_stage(vp_stage=vp_stage, vp_size=vp_size) and is_pp_first_stage(pg_collection.pp)
+        if post_process is None:
+            post_process = is_vp_last_stage(vp_stage=vp_stage, vp_size=vp_size) and is_pp_last_stage(pg_collection.pp)
+        padded_vocab_size = config.vocab_size
+        if config.should_pad_vocab:
+            padded_vocab_size = calculate_padded_vocab_size(
+                config.vocab_size, config.make_vocab_size_divisible_by, config.transformer.tensor_model_parallel_size
+            )
+        bdlm = config.bdlm
+        return BlockDiffusionGPTModel(
+            config=config.transformer,
+            transformer_layer_spec=block_diffusion_layer_spec(config, vp_stage),
+            vocab_size=padded_vocab_size,
+            max_sequence_length=config.seq_length,
+            fp16_lm_cross_entropy=config.fp16_lm_cross_entropy,
+            parallel_output=config.parallel_output,
+            share_embeddings_and_output_weights=config.share_embeddings_and_output_weights,
+            position_embedding_type=config.position_embedding_type,
+            rotary_percent=config.rotary_percent,
+            rotary_base=config.rotary_base,
+            rope_scaling=config.rope_scaling,
+            rope_scaling_factor=config.rope_scaling_factor,
+            seq_len_interpolation_factor=config.seq_len_interpolation_factor,
+            scatter_embedding_sequence_parallel=config.scatter_embedding_sequence_parallel,
+            pre_process=pre_process,
+            post_process=post_process,
+            pg_collection=pg_collection,
+            vp_stage=vp_stage,
+            candidate_tokens=config.candidate_tokens,
+            excluded_token=None if bdlm.bdlm_keep_mask_logit else bdlm.bdlm_mask_token_id,
+            cross_entropy_chunk=bdlm.bdlm_cross_entropy_chunk,
+        )

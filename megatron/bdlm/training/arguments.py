@@ -1,0 +1,164 @@
+"""From the command line to validated options: the engine's flags plus the `bdlm` group.
+
+`parse_arguments` is what an entry script calls first. Combinations that cannot run are refused
+here, before a process group exists, with the flags and a legal value.
+"""
+
+import argparse
+import math
+import sys
+from typing import Any, Optional
+
+from megatron.training.argument_utils import ArgumentGroupFactory
+from megatron.training.arguments import parse_and_validate_args, parse_args
+from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+from megatron.bdlm.config import BDLMConfig, BDLMConfigError, config_from_args, recipe_values
+from megatron.bdlm.data.tokenizers import mask_token_id, vocabulary_size
+from megatron.bdlm.parallel.state import hierarchical_sizes
+from megatron.bdlm.platform import cpu
+
+ENGINE_DEFAULTS = dict(
+    calculate_per_token_loss=True,  # without it each rank divides by its own count and the layout changes training
+    create_attention_mask_in_dataloader=False,  # an L x L mask nobody reads
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+)
+"""Engine flags (by destination) whose stock defaults do not fit a block diffusion run; a flag given wins."""
+
+
+def add_bdlm_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the `bdlm` group and our defaults of engine flags; for the engine's `extra_args_provider`."""
+    ArgumentGroupFactory(BDLMConfig).build_group(parser, "bdlm")
+    parser.set_defaults(**ENGINE_DEFAULTS)
+    if cpu.is_active():
+        parser.set_defaults(**cpu.CPU_DEFAULTS)
+    # a recipe's values become defaults, so that every flag given beside it wins
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--bdlm-recipe")
+    recipe = first.parse_known_args(sys.argv[1:])[0].bdlm_recipe
+    if recipe is not None:
+        parser.set_defaults(**recipe_values(recipe))
+    return parser
+
+
+def parse_arguments() -> tuple[Any, BDLMConfig]:
+    """Parse and validate the command line; sets the engine's global arguments and tokenizer.
+
+    Returns:
+        The engine's argument namespace and our options, both resolved: mask token, block-parallel
+        size and padded vocabulary are filled in.
+
+    Raises:
+        BDLMConfigError: a combination that cannot run.
+    """
+    from megatron.training import get_tokenizer
+
+    _check_before_engine(parse_args(add_bdlm_arguments, ignore_unknown_args=True))
+    args = parse_and_validate_args(extra_args_provider=add_bdlm_arguments)
+    config = config_from_args(args)
+    check_combination(args, config)
+
+    tokenizer = get_tokenizer()
+    args.bdlm_tokenizer_vocab_size = vocabulary_size(tokenizer)
+    config.bdlm_mask_token_id = resolve_mask_token(config, mask_token_id(tokenizer), args.bdlm_tokenizer_vocab_size, tokenizer.eod)
+    args.bdlm_candidate_tokens = max(args.bdlm_tokenizer_vocab_size, (config.bdlm_mask_token_id or 0) + 1)
+    args.padded_vocab_size = calculate_padded_vocab_size(
+        args.bdlm_candidate_tokens, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, False
+    )
+    if config.bdlm_noise_seed is None:
+        config.bdlm_noise_seed = args.seed
+    _, config.block_parallel_size = config.resolved_strategy(args.context_parallel_size)
+    for name in ("bdlm_mask_token_id", "bdlm_noise_seed", "block_parallel_size"):
+        setattr(args, name, getattr(config, name))
+    args.hierarchical_context_parallel_sizes = hierarchical_sizes(args.context_parallel_size, config.block_parallel_size)
+    # rows per rank depend on the sample's documents and targets; the interleaved schedule honours only this
+    args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
+    return args, config
+
+
+def resolve_mask_token(config: BDLMConfig, tokenizer_mask: Optional[int], vocabulary: int, eod: Optional[int]) -> Optional[int]:
+    """Id of the mask token: the flag, else the tokenizer's, else a new row behind the vocabulary.
+
+    Raises:
+        BDLMConfigError: the id is negative, leaves a gap behind the vocabulary, or is the end-of-document token.
+    """
+    if config.bdlm_corruption == "uniform" and config.bdlm_mask_token_id is None and tokenizer_mask is None:
+        return None
+    mask = config.bdlm_mask_token_id
+    if mask is None:
+        mask = vocabulary if tokenizer_mask is None else tokenizer_mask
+    if not 0 <= mask <= vocabulary:
+        raise BDLMConfigError(
+            f"--bdlm-mask-token-id {mask}: it must be a row of the vocabulary of {vocabulary} tokens, or the row right behind it. "
+            f"A legal value: {vocabulary}"
+        )
+    if eod is not None and mask == eod:
+        raise BDLMConfigError(
+            f"--bdlm-mask-token-id {mask}: this is the end-of-document token, a real token that must keep its loss. "
+            f"A legal value: {vocabulary}"
+        )
+    return mask
+
+
+def check_combination(args: Any, config: BDLMConfig) -> None:
+    """Refuse engine flags that block diffusion cannot honour.
+
+    Raises:
+        BDLMConfigError: naming the flag, its value, the rule and a legal value.
+    """
+    def refuse(when: bool, flag: str, value: object, rule: str, legal: str) -> None:
+        if when:
+            raise BDLMConfigError(f"{flag} {value}: {rule}. A legal value: {legal}")
+
+    refuse(args.attention_dropout > 0, "--attention-dropout", args.attention_dropout, "block diffusion attention has no dropout", "0.0")
+    refuse(
+        args.position_embedding_type not in ("rope", "none", "learned_absolute"),
+        "--position-embedding-type", args.position_embedding_type, "positions are explicit; this kind takes none", "rope",
+    )
+    refuse(not args.calculate_per_token_loss, "--calculate-per-token-loss", False, "the loss is divided once, by global counts", "set")
+    refuse(args.multi_latent_attention, "--multi-latent-attention", True, "its core attention is not replaced", "unset")
+    refuse(args.mtp_num_layers is not None, "--mtp-num-layers", args.mtp_num_layers, "multi-token prediction has no noisy rows", "unset")
+    refuse(args.num_experts is not None, "--num-experts", args.num_experts, "mixture of experts is not supported yet", "unset")
+    refuse(
+        args.heterogeneous_layers_config_path is not None, "--heterogeneous-layers-config-path",
+        args.heterogeneous_layers_config_path, "layers must be alike", "unset",
+    )
+    refuse(args.sft, "--sft", True, "the engine's own fine-tuning averages losses per micro-batch; use finetune_bdlm.py", "unset")
+    refuse(
+        args.dataloader_type not in ("single", None), "--dataloader-type", args.dataloader_type,
+        "noise is keyed by the sample's place in the training order, which only this loader keeps", "single",
+    )
+    refuse(args.fp16_lm_cross_entropy, "--fp16-lm-cross-entropy", True, "log-likelihoods are computed in float32", "unset")
+    refuse(args.multiple_validation_sets, "--multiple-validation-sets", True, "one validation set is read, the same at every evaluation", "unset")
+    if cpu.is_active():
+        sharded = args.use_torch_fsdp2 or args.use_megatron_fsdp
+        refuse(bool(sharded), "--use-torch-fsdp2/--use-megatron-fsdp", True, "sharded data parallelism needs CUDA", "--use-distributed-optimizer")
+        refuse(
+            args.transformer_impl != "local", "--transformer-impl", args.transformer_impl, "its layers need CUDA to be built", "local",
+        )
+
+
+def _check_before_engine(args: Any) -> None:
+    """Rules whose violation the engine would report without a legal value."""
+    ranks, length = args.context_parallel_size, args.seq_length
+    if length is not None and ranks > 1 and length % (2 * ranks):
+        step = 2 * ranks
+        below, above = length // step * step, math.ceil(length / step) * step
+        nearest = f"{below} or {above}" if below else str(above)
+        raise BDLMConfigError(
+            f"--seq-length {length}: it must be a multiple of 2 x --context-parallel-size {ranks} = {step}. "
+            f"Nearest legal values: {nearest}"
+        )
+    config = config_from_args(args)
+    strategy, _ = config.resolved_strategy(ranks)
+    if length is not None and strategy in ("csbp", "bp"):
+        blocks = math.ceil(length / config.bdlm_block_size)
+        if blocks < ranks:
+            raise BDLMConfigError(
+                f"--bdlm-block-size {config.bdlm_block_size}: --seq-length {length} has {blocks} blocks for "
+                f"{ranks} block-parallel ranks; every rank needs one. "
+                f"A legal value: --bdlm-block-size {length // ranks}, or a --block-parallel-size of at most {blocks}"
+            )

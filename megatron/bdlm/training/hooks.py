@@ -1,0 +1,112 @@
+"""What we add around the engine's training step, in one place.
+
+`install` wraps `megatron.training.training.train_step`, the one function through which every
+iteration passes, and adds to it:
+
+* a batch without any supervised token leaves the weights, the optimizer state and the learning
+  rate alone (the engine would still decay weights and apply momentum); it is counted as a
+  skipped iteration in the log;
+* derived metrics beside the reduced losses, so that they appear in the engine's log line, in
+  TensorBoard and in W&B: `ppl bound`, `supervised tokens`, `clean tokens/s`, `processed rows/s`,
+  `peak memory GiB`;
+* a metric whose count is zero is left out instead of being logged as NaN.
+"""
+
+import math
+import time
+from typing import Any, Callable, Optional
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.training import get_args
+from megatron.training import training as engine_training
+
+from megatron.bdlm.platform.cpu import peak_memory_bytes
+
+PPL_BOUND_OF = "nelbo"
+"""The loss whose exponential is the perplexity bound."""
+
+
+class RowCounter:
+    """Rows that this rank has processed since the last `take`; filled by the training step's batches."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+
+    def add(self, rows: int) -> None:
+        self._rows += rows
+
+    def take(self) -> int:
+        rows, self._rows = self._rows, 0
+        return rows
+
+
+class TokenCount:
+    """Finalises gradients through the engine and remembers the global number of supervised tokens."""
+
+    def __init__(self) -> None:
+        self.tokens: Optional[torch.Tensor] = None
+
+    def finalize(self, model, num_tokens: Optional[torch.Tensor] = None, **kwargs) -> None:
+        """For the engine's `finalize_model_grads_func`; the engine reduces `num_tokens` in place."""
+        finalize_model_grads(model, num_tokens, **kwargs)
+        self.tokens = num_tokens
+
+    def value(self) -> int:
+        return 0 if self.tokens is None else int(self.tokens.item())
+
+
+def install(rows: RowCounter) -> None:
+    """Wrap the engine's training step; see the module docstring."""
+    stock_train_step = engine_training.train_step
+    count = TokenCount()
+
+    def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, *args, **kwargs):
+        config.finalize_model_grads_func = count.finalize
+        _skip_empty_batches(optimizer, count)
+        start = time.perf_counter()
+        result = stock_train_step(
+            forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, *args, **kwargs
+        )
+        losses = result[0]
+        processed = rows.take()
+        if losses:
+            _add_metrics(losses, count.value(), processed, time.perf_counter() - start)
+        return result
+
+    engine_training.train_step = train_step
+
+
+def _skip_empty_batches(optimizer: Any, count: TokenCount) -> None:
+    """Make `optimizer.step` do nothing when the global batch has no supervised token."""
+    if getattr(optimizer, "skips_empty_batches", False):
+        return
+    stock_step: Callable = optimizer.step
+
+    def step():
+        if count.value() == 0:
+            return False, 0.0, 0
+        return stock_step()
+
+    optimizer.step = step
+    optimizer.skips_empty_batches = True
+
+
+def _add_metrics(losses: dict[str, torch.Tensor], tokens: int, processed: int, seconds: float) -> None:
+    """Replace undefined averages and add the derived metrics, in place."""
+    args = get_args()
+    for name in [name for name, value in losses.items() if math.isnan(value.item()) and tokens == 0]:
+        losses[name] = torch.zeros_like(losses[name])
+    for name in [name for name, value in losses.items() if name.startswith("nelbo t") and math.isnan(value.item())]:
+        del losses[name]
+    like = next(iter(losses.values()))
+    derived = {
+        "supervised tokens": float(tokens),
+        "clean tokens/s": args.global_batch_size * args.seq_length / args.world_size / seconds,
+        "processed rows/s": processed / seconds,
+        "peak memory GiB": peak_memory_bytes() / 2**30,
+    }
+    if PPL_BOUND_OF in losses:
+        derived["ppl bound"] = math.exp(min(20.0, losses[PPL_BOUND_OF].item()))
+    for name, value in derived.items():
+        losses[name] = torch.tensor([value], dtype=torch.float, device=like.device)
