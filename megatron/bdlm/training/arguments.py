@@ -7,14 +7,13 @@ here, before a process group exists, with the flags and a legal value.
 import argparse
 import math
 import sys
-from typing import Any, Optional
+from typing import Any
 
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import parse_and_validate_args, parse_args
-from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron.bdlm.config import BDLMConfig, BDLMConfigError, config_from_args, recipe_values
-from megatron.bdlm.data.tokenizers import mask_token_id, vocabulary_size
+from megatron.bdlm.data.tokenizers import resolve_vocabulary
 from megatron.bdlm.parallel.state import hierarchical_sizes
 from megatron.bdlm.platform import cpu
 
@@ -53,6 +52,7 @@ def parse_arguments() -> tuple[Any, BDLMConfig]:
 
     Raises:
         BDLMConfigError: a combination that cannot run.
+        DataError: a mask token that text could contain, or outside the vocabulary.
     """
     from megatron.training import get_tokenizer
 
@@ -61,13 +61,11 @@ def parse_arguments() -> tuple[Any, BDLMConfig]:
     config = config_from_args(args)
     check_combination(args, config)
 
-    tokenizer = get_tokenizer()
-    args.bdlm_tokenizer_vocab_size = vocabulary_size(tokenizer)
-    config.bdlm_mask_token_id = resolve_mask_token(config, mask_token_id(tokenizer), args.bdlm_tokenizer_vocab_size, tokenizer.eod)
-    args.bdlm_candidate_tokens = max(args.bdlm_tokenizer_vocab_size, (config.bdlm_mask_token_id or 0) + 1)
-    args.padded_vocab_size = calculate_padded_vocab_size(
-        args.bdlm_candidate_tokens, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, False
-    )
+    vocabulary = resolve_vocabulary(get_tokenizer(), config.bdlm_mask_token_id)
+    config.bdlm_mask_token_id = vocabulary.mask_token_id
+    args.bdlm_tokenizer_vocab_size = vocabulary.tokenizer_size
+    args.bdlm_candidate_tokens = vocabulary.size
+    args.padded_vocab_size = vocabulary.padded(args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
     if config.bdlm_noise_seed is None:
         config.bdlm_noise_seed = args.seed
     _, config.block_parallel_size = config.resolved_strategy(args.context_parallel_size)
@@ -77,30 +75,6 @@ def parse_arguments() -> tuple[Any, BDLMConfig]:
     # rows per rank depend on the sample's documents and targets; the interleaved schedule honours only this
     args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
     return args, config
-
-
-def resolve_mask_token(config: BDLMConfig, tokenizer_mask: Optional[int], vocabulary: int, eod: Optional[int]) -> Optional[int]:
-    """Id of the mask token: the flag, else the tokenizer's, else a new row behind the vocabulary.
-
-    Raises:
-        BDLMConfigError: the id is negative, leaves a gap behind the vocabulary, or is the end-of-document token.
-    """
-    if config.bdlm_corruption == "uniform" and config.bdlm_mask_token_id is None and tokenizer_mask is None:
-        return None
-    mask = config.bdlm_mask_token_id
-    if mask is None:
-        mask = vocabulary if tokenizer_mask is None else tokenizer_mask
-    if not 0 <= mask <= vocabulary:
-        raise BDLMConfigError(
-            f"--bdlm-mask-token-id {mask}: it must be a row of the vocabulary of {vocabulary} tokens, or the row right behind it. "
-            f"A legal value: {vocabulary}"
-        )
-    if eod is not None and mask == eod:
-        raise BDLMConfigError(
-            f"--bdlm-mask-token-id {mask}: this is the end-of-document token, a real token that must keep its loss. "
-            f"A legal value: {vocabulary}"
-        )
-    return mask
 
 
 def check_combination(args: Any, config: BDLMConfig) -> None:

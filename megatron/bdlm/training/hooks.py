@@ -9,7 +9,8 @@ iteration passes, and adds to it:
 * derived metrics beside the reduced losses, so that they appear in the engine's log line, in
   TensorBoard and in W&B: `ppl bound`, `supervised tokens`, `clean tokens/s`, `processed rows/s`,
   `peak memory GiB`;
-* a metric whose count is zero is left out instead of being logged as NaN.
+* losses by noise level (`nelbo t 0.0-0.1`, ..) go to TensorBoard and W&B only, and only where
+  the batch had a token of that level: an average of undefined values is never logged.
 """
 
 import math
@@ -18,13 +19,16 @@ from typing import Any, Callable, Optional
 
 import torch
 from megatron.core.distributed import finalize_model_grads
-from megatron.training import get_args
+from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 from megatron.training import training as engine_training
 
 from megatron.bdlm.platform.cpu import peak_memory_bytes
 
 PPL_BOUND_OF = "nelbo"
 """The loss whose exponential is the perplexity bound."""
+
+BUCKET_PREFIX = "nelbo t "
+"""Names of losses by noise level begin with this."""
 
 
 class RowCounter:
@@ -93,12 +97,11 @@ def _skip_empty_batches(optimizer: Any, count: TokenCount) -> None:
 
 
 def _add_metrics(losses: dict[str, torch.Tensor], tokens: int, processed: int, seconds: float) -> None:
-    """Replace undefined averages and add the derived metrics, in place."""
+    """Move the losses by noise level out of `losses` and add the derived metrics to it, in place."""
     args = get_args()
-    for name in [name for name, value in losses.items() if math.isnan(value.item()) and tokens == 0]:
-        losses[name] = torch.zeros_like(losses[name])
-    for name in [name for name, value in losses.items() if name.startswith("nelbo t") and math.isnan(value.item())]:
-        del losses[name]
+    _write_buckets({name: losses.pop(name).item() for name in list(losses) if name.startswith(BUCKET_PREFIX)})
+    if tokens == 0:  # the engine divided 0 by 0
+        losses.update({name: torch.zeros_like(value) for name, value in losses.items()})
     like = next(iter(losses.values()))
     derived = {
         "supervised tokens": float(tokens),
@@ -110,3 +113,15 @@ def _add_metrics(losses: dict[str, torch.Tensor], tokens: int, processed: int, s
         derived["ppl bound"] = math.exp(min(20.0, losses[PPL_BOUND_OF].item()))
     for name, value in derived.items():
         losses[name] = torch.tensor([value], dtype=torch.float, device=like.device)
+
+
+def _write_buckets(buckets: dict[str, float]) -> None:
+    args, writer, wandb = get_args(), get_tensorboard_writer(), get_wandb_writer()
+    iteration = args.curr_iteration + 1
+    if writer is None or iteration % args.tensorboard_log_interval:
+        return
+    for name, value in buckets.items():
+        if not math.isnan(value):
+            writer.add_scalar(name, value, iteration)
+            if wandb:
+                wandb.log({name: value}, iteration)

@@ -1,0 +1,48 @@
+"""Before and after `megatron.training.pretrain`: what every entry script does.
+
+`prepare` parses and validates, repairs the tracker of an interrupted save, refuses options that
+contradict the checkpoint, prints and writes the resolved options, and builds the engine's
+configuration container. `finish` closes the process group.
+"""
+
+from typing import Any
+
+import torch
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+
+from megatron.bdlm.checkpoint.tracker import repair_tracker
+from megatron.bdlm.model.builder import BlockDiffusionModelConfig
+from megatron.bdlm.training import hooks, step
+from megatron.bdlm.training.arguments import parse_arguments
+from megatron.bdlm.training.options import check_against_checkpoint, checkpoint_arguments, print_options, write_options
+
+
+def prepare() -> Any:
+    """Everything up to the engine's `pretrain`; returns its configuration container.
+
+    Raises:
+        BDLMConfigError: options that cannot run, or that contradict the checkpoint to load.
+    """
+    args, config = parse_arguments()
+    if args.rank == 0:
+        repaired = repair_tracker(args.load)
+        if repaired:
+            print(f"> {repaired}", flush=True)
+    saved = checkpoint_arguments(args.load)
+    if saved is not None:
+        check_against_checkpoint(config, saved, args.load)
+    if args.rank == 0:
+        print_options(config)
+        write_options(args, args.save)
+    model_config = gpt_config_from_args(args, model_config_cls=BlockDiffusionModelConfig)
+    model_config.bdlm = config
+    model_config.candidate_tokens = args.bdlm_candidate_tokens
+    hooks.install(step.processed_rows)
+    return pretrain_cfg_container_from_args(args, model_config)
+
+
+def finish() -> None:
+    """Leave the process group together, so that no rank tears it down under another."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
