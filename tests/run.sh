@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Runs every test; makes the environment first if needed.
+#
+#     bash tests/run.sh                    everything that this machine can run
+#     bash tests/run.sh tests/attention    a part
+#     bash tests/run.sh -m gpu             what needs a CUDA device
+#     bash tests/run.sh -m 'not slow'      seconds-long tests only
+#
+# All arguments go to pytest; its exit code is returned. One test runs at a time: many start 2 or 4 processes
+# themselves, which is what a small machine holds.
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+cd -- "$root"
+# shellcheck source=examples/environment.sh
+source "$root/examples/environment.sh"
+
+# One thread a process: ranks share the cores, and sums keep their order from run to run.
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false MPLBACKEND=Agg
+
+exec "$BDLM_PYTHON" -m pytest --durations=15 --durations-min=5 "$@"
