@@ -25,8 +25,10 @@ def hierarchical_sizes(context_parallel_size: int, block_parallel_size: int) -> 
 
 def get_block_parallel_group() -> torch.distributed.ProcessGroup:
     """The block-parallel group of this rank."""
-    groups = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False)
-    return groups[1] if groups else parallel_state.get_context_parallel_group()
+    context_parallel_group = parallel_state.get_context_parallel_group()
+    if context_parallel_group.size() == 1:
+        return context_parallel_group
+    return parallel_state.get_hierarchical_context_parallel_groups()[1]
 
 
 def get_block_parallel_world_size() -> int:
