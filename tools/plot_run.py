@@ -1,0 +1,37 @@
+"""Draw one or several runs from their TensorBoard files: loss, NELBO, masked cross entropy, throughput, NELBO by noise level.
+
+    python tools/plot_run.py runs/quickstart/tensorboard --output runs/quickstart/run.png
+    python tools/plot_run.py csbp=runs/a/tensorboard ring=runs/b/tensorboard --output compare.png
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron.bdlm.training.plots import PlotError, draw, read_run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="[NAME=]FOLDER", help="folder with event files (--tensorboard-dir of the run), at any depth")
+    parser.add_argument("--output", type=Path, default=Path("run.png"), help="PNG file to write (default: %(default)s)")
+    parser.add_argument("--unigram-entropy", type=float, help="nats per token; a horizontal line on the NELBO panel")
+    parser.add_argument("--title", help="title of the figure (default: the names of the runs)")
+    args = parser.parse_args()
+    try:
+        runs = []
+        for text in args.runs:
+            name, separator, folder = text.partition("=")
+            runs.append(read_run(folder, name) if separator and not Path(text).is_dir() else read_run(text))
+        report = draw(runs, args.output, args.unigram_entropy, args.title)
+    except PlotError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for line in report:
+        print(line)
+    print(f"wrote {args.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
