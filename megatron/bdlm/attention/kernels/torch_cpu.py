@@ -1,0 +1,39 @@
+"""torch on a CPU: `aten::_scaled_dot_product_flash_attention_for_cpu`, which gives and takes the log-sum-exp.
+
+The operator reads any strides and writes out, lse and the gradients in `[n, rows, heads, d]` memory order,
+the order our tensors have, so nothing is copied around it. It wants one head size for q, k and v: the
+smaller of the two is padded with zeros.
+"""
+
+import torch
+
+from megatron.bdlm.attention.kernels.base import AttentionKernel, KernelCase, pad_head
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class TorchCpuKernel(AttentionKernel):
+    name = "torch"
+    note = "torch's fused operator, the fastest one on a CPU"
+
+    def refusal(self, case: KernelCase) -> str | None:
+        if case.device != "cpu":
+            return f"serves the CPU, not {case.device}"
+        if case.dtype not in _DTYPES:
+            return f"has no {case.dtype} version"
+        return None
+
+    def forward(self, q, k, v, scale, causal):
+        size = max(q.shape[-1], v.shape[-1])
+        dv = v.shape[-1]
+        out, lse = _FORWARD(pad_head(q, size), pad_head(k, size), pad_head(v, size), 0.0, causal, scale=scale)
+        return out[..., :dv], lse
+
+    def backward(self, dout, q, k, v, out, lse, scale, causal):
+        d, dv = q.shape[-1], v.shape[-1]
+        size = max(d, dv)
+        dout, q, k, v, out = (pad_head(x, size) for x in (dout, q, k, v, out))
+        dq, dk, dvalue = _BACKWARD(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+        return dq[..., :d], dk[..., :d], dvalue[..., :dv]
