@@ -1,0 +1,108 @@
+"""The same training run on every topology: loss and gradient norm of each step must agree.
+
+One process is the reference. Every other layout trains the same global batches in float32; a
+layout whose fresh weights differ by the engine's design (pipeline stages seed themselves apart)
+starts from the reference's initial weights, saved and resharded.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.bdlm.testing.training_run import Run, launch
+
+TOY_MODEL = (
+    "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --kv-channels 16 --qk-layernorm --swiglu --disable-bias-linear --rotary-base 1000000 "
+    "--untie-embeddings-and-output-weights --init-method-std 0.05"
+).split()
+TOY_DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-workers 0 --no-mmap-bin-files".split()
+TOY_TRAINING = (
+    "--seq-length 128 --max-position-embeddings 128 --micro-batch-size 1 --global-batch-size 4 --seed 1234 "
+    "--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --lr-decay-iters 20 --weight-decay 0.1 --clip-grad 1.0 "
+    "--eval-iters 1 --eval-interval 1000 --log-interval 1 --tensorboard-log-interval 1 --bdlm-block-size 8 "
+    "--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"
+).split()
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A layout: its name, processes, flags, and whether it must start from the reference's weights."""
+
+    name: str
+    processes: int
+    flags: str
+    from_checkpoint: bool = False
+
+
+TOPOLOGIES = (
+    Topology("TP 2", 2, "--tensor-model-parallel-size 2"),
+    Topology("TP 2 + sequence parallel", 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    Topology("PP 2", 2, "--pipeline-model-parallel-size 2", True),
+    Topology("PP 2 interleaved", 2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", True),
+    Topology("DP 2", 2, ""),
+    Topology(
+        "DP 2 + distributed optimizer, overlap", 2,
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
+    Topology("CP 2 / BP 2 (CSBP)", 2, "--context-parallel-size 2 --block-parallel-size 2"),
+    Topology("CP 2 / BP 1 (context parallelism)", 2, "--context-parallel-size 2 --block-parallel-size 1"),
+    Topology("CP 2, replicated clean stream (BP)", 2, "--context-parallel-size 2 --bdlm-strategy bp"),
+    Topology("CP 4 / BP 4", 4, "--context-parallel-size 4 --block-parallel-size 4"),
+    Topology("CP 4 / BP 2 (hybrid)", 4, "--context-parallel-size 4 --block-parallel-size 2"),
+    Topology("CP 2 x TP 2", 4, "--context-parallel-size 2 --tensor-model-parallel-size 2"),
+    Topology(
+        "CP 2 x TP 2 + sequence parallel", 4,
+        "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel",
+    ),
+    Topology("CP 2 x PP 2", 4, "--context-parallel-size 2 --pipeline-model-parallel-size 2", True),
+    Topology(
+        "CP 2 / BP 2, full recompute", 2,
+        "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    Topology("CP 2 x DP 2, 2 workers", 4, "--context-parallel-size 2 --num-workers 2"),
+)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Largest relative difference to the reference over all steps."""
+
+    steps: int
+    loss: float
+    gradient_norm: float
+
+
+def toy_flags(iterations: int, *extra: str) -> list[str]:
+    """Flags of the toy run for a number of iterations."""
+    return [*TOY_MODEL, *TOY_DATA, *TOY_TRAINING, "--train-iters", str(iterations), *extra]
+
+
+def reference_run(folder: Path, iterations: int, script: str = "pretrain_bdlm.py", extra: tuple[str, ...] = ()) -> Run:
+    """One process; also saves its initial weights to `folder`/initial for layouts that start from them."""
+    frozen = ["--lr", "0", "--min-lr", "0", "--weight-decay", "0", "--lr-warmup-iters", "0"]
+    save = ["--save", str(folder / "initial"), "--save-interval", "1"]
+    launch(script, toy_flags(1, *extra, *frozen, *save), processes=1, folder=folder / "frozen")
+    return launch(script, toy_flags(iterations, *extra), processes=1, folder=folder / "reference")
+
+
+def topology_run(
+    topology: Topology, folder: Path, iterations: int, script: str = "pretrain_bdlm.py", extra: tuple[str, ...] = ()
+) -> Run:
+    """The same run on another layout; `folder` is the reference's."""
+    flags = topology.flags.split()
+    if topology.from_checkpoint:
+        flags += ["--load", str(folder / "initial"), "--finetune", "--no-load-optim", "--no-load-rng"]
+    name = "".join(c if c.isalnum() else "_" for c in topology.name)
+    return launch(script, toy_flags(iterations, *extra, *flags), processes=topology.processes, folder=folder / name)
+
+
+def agreement(run: Run, reference: Run) -> Agreement:
+    """Compare losses and gradient norms step by step.
+
+    Raises:
+        KeyError: a step or a metric is missing in `run`.
+    """
+    def largest(name: str) -> float:
+        return max(abs(run.scalars[name][step] - value) / abs(value) for step, value in reference.scalars[name].items())
+
+    return Agreement(len(reference.scalars["lm loss"]), largest("lm loss"), largest("grad-norm"))

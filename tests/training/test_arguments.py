@@ -1,0 +1,128 @@
+"""Every refused combination names the flag, its value, the rule and a legal value."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.bdlm.platform import cpu
+
+ON_CPU = cpu.enable()
+
+from megatron.training.arguments import parse_args  # noqa: E402
+
+from megatron.bdlm.config import RECIPES, BDLMConfig, BDLMConfigError  # noqa: E402
+from megatron.bdlm.training import arguments  # noqa: E402
+
+STOCK = dict(
+    attention_dropout=0.0, position_embedding_type="rope", calculate_per_token_loss=True, multi_latent_attention=False,
+    mtp_num_layers=None, num_experts=None, heterogeneous_layers_config_path=None, sft=False, dataloader_type="single",
+    fp16_lm_cross_entropy=False, multiple_validation_sets=False, use_torch_fsdp2=False, use_megatron_fsdp=False, transformer_impl="local",
+)
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("attention_dropout", 0.1, "--attention-dropout 0.1: .* A legal value: 0.0"),
+        ("position_embedding_type", "yarn", "--position-embedding-type yarn: .* A legal value: rope"),
+        ("calculate_per_token_loss", False, "--calculate-per-token-loss False: .* A legal value: set"),
+        ("multi_latent_attention", True, "--multi-latent-attention True"),
+        ("mtp_num_layers", 1, "--mtp-num-layers 1"),
+        ("num_experts", 8, "--num-experts 8"),
+        ("heterogeneous_layers_config_path", "x.json", "--heterogeneous-layers-config-path x.json"),
+        ("sft", True, "--sft True: .* finetune_bdlm.py"),
+        ("dataloader_type", "cyclic", "--dataloader-type cyclic: .* A legal value: single"),
+        ("fp16_lm_cross_entropy", True, "--fp16-lm-cross-entropy True"),
+        ("multiple_validation_sets", True, "--multiple-validation-sets True"),
+        ("use_torch_fsdp2", True, "--use-torch-fsdp2/--use-megatron-fsdp True: .* --use-distributed-optimizer"),
+        ("use_megatron_fsdp", True, "--use-torch-fsdp2/--use-megatron-fsdp True"),
+        ("transformer_impl", "transformer_engine", "--transformer-impl transformer_engine: .* A legal value: local"),
+    ],
+)
+def test_refused_engine_flags(name, value, message):
+    if name in ("use_torch_fsdp2", "use_megatron_fsdp", "transformer_impl") and not ON_CPU:
+        pytest.skip("refused on the CPU platform only; CUDA is available")
+    with pytest.raises(BDLMConfigError, match=message):
+        arguments.check_combination(SimpleNamespace(**{**STOCK, name: value}), BDLMConfig())
+
+
+def test_stock_combination_passes():
+    arguments.check_combination(SimpleNamespace(**STOCK), BDLMConfig())
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        (dict(bdlm_block_size=0), "--bdlm-block-size 0: .* A legal value: 32"),
+        (dict(bdlm_recipe="nonsense"), "--bdlm-recipe nonsense: known recipes: bd3lm"),
+        (dict(bdlm_noise_eps=1.0), "--bdlm-noise-eps 1.0"),
+        (dict(bdlm_t_min=0.9, bdlm_t_max=0.5), "--bdlm-t-min/--bdlm-t-max 0.9/0.5"),
+        (dict(bdlm_clean_loss_weight=1.0), "--bdlm-clean-loss-weight 1.0: .*token-causal"),
+        (dict(bdlm_diffusion_loss_weight=0.0), "--bdlm-diffusion-loss-weight 0.0"),
+        (dict(bdlm_views=2, bdlm_corruption="uniform"), "--bdlm-views 2"),
+        (dict(bdlm_cross_entropy_chunk=-1), "--bdlm-cross-entropy-chunk -1"),
+    ],
+)
+def test_refused_options(values, message):
+    with pytest.raises(BDLMConfigError, match=message):
+        BDLMConfig(**values).validate()
+
+
+@pytest.mark.parametrize(
+    "values, ranks, message",
+    [
+        (dict(block_parallel_size=3), 4, "--block-parallel-size 3: it must divide --context-parallel-size 4. A legal value: 4"),
+        (dict(block_parallel_size=2, bdlm_strategy="csbp"), 4, "--bdlm-strategy csbp: .* means hybrid"),
+        (dict(block_parallel_size=4, bdlm_strategy="cp"), 4, "--bdlm-strategy cp: .* means csbp"),
+    ],
+)
+def test_refused_strategies(values, ranks, message):
+    with pytest.raises(BDLMConfigError, match=message):
+        BDLMConfig(**values).resolved_strategy(ranks)
+
+
+@pytest.mark.parametrize(
+    "values, ranks, expected",
+    [
+        ({}, 1, ("csbp", 1)), ({}, 4, ("csbp", 4)), (dict(block_parallel_size=1), 4, ("cp", 1)),
+        (dict(block_parallel_size=2), 4, ("hybrid", 2)), (dict(bdlm_strategy="bp"), 4, ("bp", 4)),
+        (dict(bdlm_strategy="cp"), 4, ("cp", 1)),
+    ],
+)
+def test_strategy_follows_block_parallel_size(values, ranks, expected):
+    assert BDLMConfig(**values).resolved_strategy(ranks) == expected
+
+
+def _parsed(monkeypatch, *flags):
+    monkeypatch.setattr(sys, "argv", ["pretrain_bdlm.py", *flags])
+    return parse_args(arguments.add_bdlm_arguments, ignore_unknown_args=True)
+
+
+def test_recipe_sets_values_and_a_flag_wins(monkeypatch):
+    args = _parsed(monkeypatch, "--bdlm-recipe", "fast-dllm-v2", "--bdlm-block-size", "8")
+    assert args.bdlm_block_size == 8
+    assert args.bdlm_views == RECIPES["fast-dllm-v2"]["bdlm_views"] == 2
+    assert args.bdlm_label_shift == "next"
+
+
+def test_engine_defaults(monkeypatch):
+    args = _parsed(monkeypatch)
+    assert args.calculate_per_token_loss and args.attention_dropout == 0.0
+    assert not args.create_attention_mask_in_dataloader
+    if ON_CPU:
+        assert (args.distributed_backend, args.transformer_impl) == ("gloo", "local")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--seq-length 30 --context-parallel-size 4", "--seq-length 30: .*4 = 8. Nearest legal values: 24 or 32"),
+        ("--seq-length 6 --context-parallel-size 4", "Nearest legal values: 8"),
+        ("--seq-length 32 --context-parallel-size 4 --bdlm-block-size 16", "--bdlm-block-size 16: .* 2 blocks for 4 .* --bdlm-block-size 8"),
+    ],
+)
+def test_lengths_are_refused_with_the_nearest_legal_ones(monkeypatch, flags, message):
+    args = _parsed(monkeypatch, *flags.split())
+    with pytest.raises(BDLMConfigError, match=message):
+        arguments._check_before_engine(args)
