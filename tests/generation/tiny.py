@@ -29,7 +29,7 @@ class DenseRows:
                 else:
                     self.mask[i, j] = its_block == block and (noisy_attention == "bidirectional" or there <= position)
 
-    def attend(self, query, key, value, *, layer_number, softmax_scale, window, queries="all"):
+    def attend(self, query, key, value, *, layer_number, softmax_scale, window, final=False):
         share = query.size(2) // key.size(2)
         key, value = (x.repeat_interleave(share, 2) for x in (key, value))
         scores = torch.einsum("sbnd,tbnd->bnst", query, key) / math.sqrt(query.size(-1))
@@ -51,7 +51,7 @@ class TinyLayer(nn.Module):
         query = self.q(normed).unflatten(-1, (-1, self.size))
         key, value = self.kv(normed).unflatten(-1, (2, -1, self.size)).unbind(2)
         query, key = rotate(query, positions), rotate(key, positions)
-        attended = params.attend(query, key, value, layer_number=number, softmax_scale=None, window=None, queries="all")
+        attended = params.attend(query, key, value, layer_number=number, softmax_scale=None, window=None, final=False)
         x = x + self.out(attended.flatten(2))
         return x + self.mlp(x)
 

@@ -42,16 +42,21 @@ class BlockDiffusionParams(PackedSeqParams):
     position_ids: Optional[torch.Tensor] = None  # int64 [s], rotary position of each local row
     group: Optional[torch.distributed.ProcessGroup] = None  # context-parallel group
     options: AttentionOptions = AttentionOptions()
+    final_rows: Optional[int] = None  # rows that the last layer computes (the first ones: noisy); None for all
 
     @classmethod
     def from_plan(
-        cls, plan: SequencePlan, group: Optional[torch.distributed.ProcessGroup], options: AttentionOptions, device: torch.device
+        cls,
+        plan: SequencePlan,
+        group: Optional[torch.distributed.ProcessGroup],
+        options: AttentionOptions,
+        device: torch.device,
+        final_rows: Optional[int] = None,
     ) -> "BlockDiffusionParams":
         """Parameters of the rows of `plan` on this rank."""
-        positions = plan.position_ids.to(device)
         return cls(
-            qkv_format="sbhd", max_seqlen_q=plan.seq_length, max_seqlen_kv=plan.seq_length,
-            plan=plan, position_ids=positions, group=group, options=options,
+            qkv_format="sbhd", max_seqlen_q=plan.seq_length, max_seqlen_kv=plan.seq_length, plan=plan,
+            position_ids=plan.position_ids.to(device), group=group, options=options, final_rows=final_rows,
         )
 
     def attend(
@@ -63,7 +68,7 @@ class BlockDiffusionParams(PackedSeqParams):
         layer_number: int,
         softmax_scale: Optional[float],
         window: Optional[int],
-        queries: str = "all",
+        final: bool = False,
     ) -> torch.Tensor:
         """Block diffusion attention of one layer.
 
@@ -71,16 +76,19 @@ class BlockDiffusionParams(PackedSeqParams):
             query, key, value: [s, b, n, d], [s, b, k, d], [s, b, k, d_v], rows in the plan's local order.
             layer_number: 1-based; unused in training, a sampler keeps a cache per layer.
             window: clean keys that a clean row sees at most, itself included; None for no window.
-            queries: "all", or "noisy" to leave clean rows at zero.
+            final: this is the model's last layer.
 
         Returns:
-            [s, b, n, d_v].
+            [s, b, n, d_v]; in the last layer only the first `final_rows` rows, if that is set.
         """
-        return block_diffusion_attention(
+        noisy_only = final and self.final_rows is not None
+        out = block_diffusion_attention(
             query, key, value, self.plan, self.group,
             transport=self.options.transport, kernel=self.options.kernel, softmax_scale=softmax_scale, window=window,
-            queries=queries, grad_dtype=self.options.gradient_dtype, ranks_per_node=self.options.ranks_per_node,
+            queries="noisy" if noisy_only else "all",
+            grad_dtype=self.options.gradient_dtype, ranks_per_node=self.options.ranks_per_node,
         )
+        return out[: self.final_rows] if noisy_only else out
 
 
 class BlockDiffusionCoreAttention(MegatronModule):
@@ -108,15 +116,15 @@ class BlockDiffusionCoreAttention(MegatronModule):
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale
         self.window = layer_window(config, layer_number)
-        self.queries = "all"
+        self.final = layer_number == config.num_layers
 
     def forward(
         self, query, key, value, attention_mask=None, /, *, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ):
-        """[s, b, n, d] and [s, b, k, d] in, [s, b, n*d] out; visibility comes from `packed_seq_params`."""
+        """[s, b, n, d] and [s, b, k, d] in, [rows, b, n*d] out; visibility comes from `packed_seq_params`."""
         out = packed_seq_params.attend(
             query, key, value, layer_number=self.layer_number, softmax_scale=self.softmax_scale,
-            window=self.window, queries=self.queries,
+            window=self.window, final=self.final,
         )
         return out.reshape(out.size(0), out.size(1), -1)
 

@@ -126,7 +126,7 @@ class SamplingParams(PackedSeqParams):
         layer_number: int,
         softmax_scale: Optional[float],
         window: Optional[int],
-        queries: str = "all",
+        final: bool = False,
     ) -> torch.Tensor:
         """Attention of one layer over the cache and the rows of this forward.
 
@@ -134,7 +134,7 @@ class SamplingParams(PackedSeqParams):
             query, key, value: [s, b, n, d], [s, b, k, d], [s, b, k, d_v].
             layer_number: names the layer's cache.
             window: clean keys that a clean row sees at most, itself included; None for no window.
-            queries: not used; the output of every row may be asked for.
+            final: not used; the output of every row may be asked for.
 
         Returns:
             [s, b, n, d_v].

@@ -1,18 +1,25 @@
 """Layer specs: the engine's own, with our core attention.
 
 Local spec (CPU and plain torch) and Transformer Engine spec. The engine's local norm refuses
-sequence parallel, so the local spec takes a small RMSNorm that marks its weight for it.
+sequence parallel, so the local spec takes small norms that mark their parameters for it. The
+last layer of the model may leave clean rows out (`final_layer.py`).
 """
+
+import copy
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     LayerNormImpl,
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron.bdlm.attention.core_attention import BlockDiffusionCoreAttention
+from megatron.bdlm.model.final_layer import noisy_rows_bias_dropout_add, noisy_rows_bias_dropout_add_sequence_parallel
 
 
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
@@ -23,6 +30,14 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
+class SequenceParallelLayerNorm(torch.nn.LayerNorm):
+    """torch LayerNorm with the same mark on weight and bias."""
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **_):
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = self.bias.sequence_parallel = config.sequence_parallel
+
+
 def block_diffusion_layer_spec(model_config, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Block spec of the layers that this pipeline stage builds (a block spec also chooses the final norm).
 
@@ -31,17 +46,33 @@ def block_diffusion_layer_spec(model_config, vp_stage: int | None = None) -> Tra
         vp_stage: virtual pipeline stage.
     """
     transformer = model_config.transformer
+    layer, final_norm = _layer_spec(transformer)
+    count = get_num_layers_to_build(transformer, vp_stage=vp_stage)
+    layers = [layer] * count
+    if count and get_transformer_layer_offset(transformer, vp_stage) + count == transformer.num_layers:
+        layers[-1] = _final_layer_spec(layer, transformer)
+    return TransformerBlockSubmodules(layers, layer_norm=final_norm)
+
+
+def _layer_spec(transformer: TransformerConfig) -> tuple[ModuleSpec, type]:
+    """The spec of one layer, and the norm behind the last one."""
     if transformer.transformer_impl == "transformer_engine":
         layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=transformer.qk_layernorm)
-        final_norm = LayerNormImpl
+        norm = LayerNormImpl
     else:
         layer = get_gpt_layer_local_spec(qk_layernorm=transformer.qk_layernorm, normalization=transformer.normalization)
-        final_norm = SequenceParallelRMSNorm
-        layer.submodules.input_layernorm = SequenceParallelRMSNorm
-        layer.submodules.pre_mlp_layernorm = SequenceParallelRMSNorm
+        norm = SequenceParallelRMSNorm if transformer.normalization == "RMSNorm" else SequenceParallelLayerNorm
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
         if transformer.qk_layernorm:
             attention = layer.submodules.self_attention.submodules
-            attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
+            attention.q_layernorm = attention.k_layernorm = norm
     layer.submodules.self_attention.submodules.core_attention = BlockDiffusionCoreAttention
-    count = get_num_layers_to_build(transformer, vp_stage=vp_stage)
-    return TransformerBlockSubmodules([layer] * count, layer_norm=final_norm)
+    return layer, norm
+
+
+def _final_layer_spec(layer: ModuleSpec, transformer: TransformerConfig) -> ModuleSpec:
+    final = copy.deepcopy(layer)
+    final.submodules.self_attn_bda = (
+        noisy_rows_bias_dropout_add_sequence_parallel if transformer.sequence_parallel else noisy_rows_bias_dropout_add
+    )
+    return final
