@@ -8,7 +8,7 @@ from megatron.bdlm.checkpoint.tracker import TRACKER, complete_checkpoints, newe
 def _checkpoint(folder, iteration, complete=True):
     path = folder / f"iter_{iteration:07d}"
     path.mkdir()
-    for name in (".metadata", "common.pt") + (("metadata.json",) if complete else ()):
+    for name in (".metadata",) + (("metadata.json",) if complete else ()):
         (path / name).write_text("{}")
     return path
 

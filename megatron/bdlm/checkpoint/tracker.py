@@ -18,7 +18,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 def is_complete(folder: Path) -> bool:
     """Whether a checkpoint folder was written to its end."""
-    return all((folder / name).is_file() for name in ("metadata.json", "common.pt", ".metadata"))
+    return all((folder / name).is_file() for name in ("metadata.json", ".metadata"))
 
 
 def tracked_checkpoint(load: Optional[str]) -> Optional[Path]:
