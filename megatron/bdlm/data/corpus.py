@@ -68,12 +68,14 @@ def build_corpus(
     source: Path | None = None,
     suffix: str = ".py",
     size_limit: int | None = None,
+    file_limit: int = 200_000,
     with_tests: bool = False,
     say: Callable[[str], None] = lambda message: print(message, file=sys.stderr),
 ) -> CorpusSummary:
     """Write `output` as JSON lines with the fields `text` and `path`, at most `size_limit` bytes of text.
 
-    The file appears under its name only when it is complete. A file that cannot be read as text is
+    Files above `file_limit` bytes are left out: in the standard library they are tables, and one of them
+    would be a tenth of a small corpus. The file appears under its name only when it is complete. A file that cannot be read as text is
     skipped with a message.
 
     Raises:
@@ -91,7 +93,7 @@ def build_corpus(
                     continue
                 name, text = document
                 size = len(text.encode("utf-8"))
-                if size_limit is not None and text_bytes + size > size_limit:
+                if size > file_limit or (size_limit is not None and text_bytes + size > size_limit):
                     continue
                 stream.write(json.dumps({"text": text, "path": name}) + "\n")
                 documents, text_bytes = documents + 1, text_bytes + size

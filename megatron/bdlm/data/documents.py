@@ -94,7 +94,7 @@ def record_text(record: Record, json_key: str = "text") -> str:
     if not record.line:
         return text
     try:
-        fields = json.loads(text)
+        fields = json.loads(text.rstrip("\r\n"))
     except json.JSONDecodeError as error:
         raise DataError(f"{record.place}: broken JSON at column {error.colno}: {error.msg}") from error
     if not isinstance(fields, dict):

@@ -24,7 +24,7 @@ _PROBES = (
     "The quick brown fox jumps over 13 lazy dogs.\n\n\tdef f(x_1):\n        return x_1**2  # 0.5e-3\n",
     "naïve café, Füße, señor; 你好，世界; Привет, мир; مرحبا; こんにちは; 👩‍🔬🚀",
 )
-"""Text whose encoding tells two tokenizers with the same vocabulary but other merges apart."""
+"""Text whose encoding tells two tokenizers apart that differ in normalization or splitting only."""
 
 
 @dataclass(frozen=True)
@@ -170,14 +170,28 @@ def _vocabulary_items(tokenizer: Any) -> list[tuple[int, str]]:
         return []
 
 
+def _merges(tokenizer: Any) -> list[str]:
+    """Merge rules of a fast Hugging Face BPE, in order and in one notation; empty for others."""
+    backend = getattr(getattr(getattr(tokenizer, "_tokenizer", None), "tokenizer", None), "backend_tokenizer", None)
+    if backend is None:
+        return []
+    merges = json.loads(backend.to_str())["model"].get("merges") or []
+    return [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
+
+
 def tokenizer_identity(tokenizer: Any, source: TokenizerSource) -> dict[str, Any]:
     """What tells two tokenizers apart: class, path, sizes, special ids, and a hash of vocabulary and behaviour.
 
-    The hash covers the vocabulary and the encoding of probe texts, not file bytes: a moved folder, another
+    The hash covers the vocabulary, the merges and the encoding of probe texts, not file bytes: a moved folder, another
     chat template or another version of the library leave it alone, other merges or another normalizer do not.
     """
     probes = [] if source.tokenizer_type == "NullTokenizer" else [list(map(int, tokenizer.tokenize(text))) for text in _PROBES]
-    content = {"size": vocabulary_size(tokenizer), "vocabulary": _vocabulary_items(tokenizer), "probes": probes}
+    content = {
+        "size": vocabulary_size(tokenizer),
+        "vocabulary": _vocabulary_items(tokenizer),
+        "merges": _merges(tokenizer),
+        "probes": probes,
+    }
     digest = hashlib.sha256(json.dumps(content, ensure_ascii=True).encode()).hexdigest()
     return {
         "type": source.tokenizer_type,
