@@ -83,8 +83,8 @@ class BDLMConfig:
     bdlm_loss_weight: Literal["nelbo", "unit"] = "nelbo"
     """Weight of a corrupted token: p'(t)/p(t) (the NELBO bound) or 1."""
 
-    bdlm_loss_denominator: Literal["supervised", "masked"] = "supervised"
-    """What the loss is divided by: all eligible tokens (keeps the bound) or the corrupted ones."""
+    bdlm_loss_denominator: Literal["supervised", "masked", "block-mean"] = "supervised"
+    """What the loss is divided by: all eligible tokens (keeps the bound), the corrupted ones, or documents, each the mean of its blocks' means."""
 
     bdlm_label_shift: Literal["none", "next"] = "none"
     """Row i predicts token i, or token i+1 (models converted from autoregressive ones; token 0 is never scored)."""
@@ -146,6 +146,26 @@ class BDLMConfig:
         _require(
             self.bdlm_views == 1 or self.bdlm_corruption == "absorbing",
             "--bdlm-views", self.bdlm_views, "complementary views need --bdlm-corruption absorbing", "1",
+        )
+        _require(
+            self.bdlm_views == 1 or not self.bdlm_force_one_corrupted,
+            "--bdlm-force-one-corrupted", self.bdlm_force_one_corrupted,
+            "with --bdlm-views 2 every eligible token is corrupted in one of the views anyway", "False",
+        )
+        _require(
+            self.bdlm_corruption == "absorbing" or self.bdlm_loss_weight == "unit",
+            "--bdlm-loss-weight", self.bdlm_loss_weight,
+            "p'(t)/p(t) is the bound of absorbing corruption; --bdlm-corruption uniform has none", "unit",
+        )
+        _require(
+            self.bdlm_corruption == "absorbing" or self.bdlm_loss_denominator != "masked",
+            "--bdlm-loss-denominator", self.bdlm_loss_denominator,
+            "--bdlm-corruption uniform scores every supervised token, replaced or not", "supervised",
+        )
+        _require(
+            self.bdlm_loss_denominator != "block-mean" or (self.bdlm_loss_weight == "unit" and self.bdlm_views == 1),
+            "--bdlm-loss-denominator", self.bdlm_loss_denominator,
+            "a mean of block means has its own weights: --bdlm-loss-weight unit and --bdlm-views 1", "supervised",
         )
         _require(self.bdlm_cross_entropy_chunk >= 0, "--bdlm-cross-entropy-chunk", self.bdlm_cross_entropy_chunk, "not negative", "4096")
 

@@ -143,7 +143,7 @@ def block_starts_of(
     Returns:
         [B] int64, ascending.
     """
-    segments = _document_starts(length, documents)
+    segments = document_starts(length, documents)
     if len(restarts):
         extra = np.asarray(restarts, dtype=np.int64)
         if extra.min() < 0 or extra.max() >= length:
@@ -155,6 +155,22 @@ def block_starts_of(
     counts = -(-sizes // block_size)
     first = np.repeat(np.cumsum(counts) - counts, counts)  # index of the segment's first block
     return np.repeat(segments, counts) + (np.arange(counts.sum()) - first) * block_size
+
+
+def document_starts(length: int, documents: Optional[Sequence[int]]) -> np.ndarray:
+    """[D] int64 first token of each document that holds one."""
+    if documents is None:
+        return np.zeros(1 if length else 0, dtype=np.int64)
+    lengths = np.asarray(documents, dtype=np.int64)
+    if lengths.sum() != length or (lengths < 0).any():
+        raise ValueError(f"documents: lengths must not be negative and must sum to {length}, they sum to {lengths.sum()}")
+    lengths = lengths[lengths > 0]
+    return np.cumsum(lengths) - lengths
+
+
+def block_ids(starts: np.ndarray, length: int) -> np.ndarray:
+    """[L] int64: which interval (block, document) each token lies in."""
+    return np.repeat(np.arange(len(starts)), np.diff(starts, append=length))
 
 
 @dataclass(frozen=True)
@@ -170,7 +186,7 @@ class Groups:
         cls, length: int, block_size: int, documents: Optional[Sequence[int]], block_starts: Optional[Sequence[int]]
     ) -> "Groups":
         """The given blocks, or blocks of `block_size` inside each document."""
-        starts = _document_starts(length, documents)
+        starts = document_starts(length, documents)
         if block_starts is None:
             regular = block_size if len(starts) <= 1 else None
             return cls(block_starts_of(length, block_size, documents), length, regular)
@@ -236,23 +252,12 @@ def _checked(tokens: np.ndarray, eligible: np.ndarray) -> tuple[np.ndarray, np.n
     return (tokens if tokens.dtype in (np.int32, np.int64) else tokens.astype(np.int64)), eligible
 
 
-def _document_starts(length: int, documents: Optional[Sequence[int]]) -> np.ndarray:
-    """[D] int64 first token of each document that holds one."""
-    if documents is None:
-        return np.zeros(1 if length else 0, dtype=np.int64)
-    lengths = np.asarray(documents, dtype=np.int64)
-    if lengths.sum() != length or (lengths < 0).any():
-        raise ValueError(f"documents: lengths must not be negative and must sum to {length}, they sum to {lengths.sum()}")
-    lengths = lengths[lengths > 0]
-    return np.cumsum(lengths) - lengths
-
-
 def _level_groups(per: str, length: int, blocks: Groups, documents: Optional[Sequence[int]]) -> Groups:
     if per == "block":
         return blocks
     if per == "document":
-        return Groups(_document_starts(length, documents), length, None)
-    return Groups(_document_starts(length, None), length, None)
+        return Groups(document_starts(length, documents), length, None)
+    return Groups(document_starts(length, None), length, None)
 
 
 def _unit_levels(groups: Groups, eligible: np.ndarray, draw: str, key: _NoiseKey, own_place: bool) -> np.ndarray:

@@ -1,0 +1,175 @@
+"""Cross entropy of a linear output layer without its logits: chunked over rows, parallel over the vocabulary.
+
+    nll_i = logsumexp_v(hidden_i . weight_v) - hidden_i . weight_{target_i}
+
+Logits exist for `chunk` rows at a time, in forward and again in backward (recomputed: the incoming gradient of each row is only
+known then, and saving them would cost [rows, vocab]). Peak extra memory is one float32 [chunk, vocab/TP] buffer, plus its
+half-size copy in the weight's type when that is 16 bits wide.
+
+Each rank of the tensor-parallel group holds an equal slice of the vocabulary. Only numbers per row are exchanged, once for all
+chunks: the maximum, and the sum of exponentials beside the target's logit. The gradient of `hidden` is summed over the group.
+
+Shapes: n rows, h hidden size, v rows of the weight on this rank (global ids rank*v .. (rank+1)*v - 1), c rows of a chunk.
+"""
+
+from dataclasses import dataclass
+from typing import Iterator, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """This rank's slice of the vocabulary and who shares it."""
+
+    first: int  # global id of local row 0
+    valid: int  # local rows with a real token: the rest pads the vocabulary
+    excluded: Optional[int]  # local row without probability, if it lies here
+    group: Optional[dist.ProcessGroup]
+
+    @classmethod
+    def of(
+        cls, rows: int, excluded_token: Optional[int], vocab_size: Optional[int], group: Optional[dist.ProcessGroup]
+    ) -> "_Vocabulary":
+        shared = group is not None and dist.get_world_size(group) > 1
+        first = rows * dist.get_rank(group) if shared else 0
+        last = first + rows if vocab_size is None else min(first + rows, vocab_size)
+        inside = excluded_token is not None and first <= excluded_token < last
+        return cls(first, max(0, last - first), excluded_token - first if inside else None, group if shared else None)
+
+    def locate(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """[n] global ids -> local column (0 where it lies elsewhere), and bool whether it lies here."""
+        here = (targets >= self.first) & (targets < self.first + self.valid)
+        return torch.where(here, targets - self.first, 0), here
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    chunk: int = 4096,
+    excluded_token: Optional[int] = None,
+    vocab_size: Optional[int] = None,
+    tp_group: Optional[dist.ProcessGroup] = None,
+    reduce_hidden_grad: bool = True,
+) -> Tensor:
+    """Negative log-likelihood of each row's target.
+
+    Args:
+        hidden: [n, h]; the same on every rank of `tp_group`.
+        weight: [v, h], this rank's slice of the output layer.
+        targets: [n] int64 global ids.
+        chunk: rows whose logits exist at a time; 0: all of them.
+        excluded_token: global id without probability (the mask token); its logit is neither scored nor trained.
+        vocab_size: tokens of the vocabulary; weight rows from there on are padding, without probability and gradient.
+        tp_group: ranks that hold the other slices of the weight.
+        reduce_hidden_grad: sum the gradient of `hidden` over `tp_group`; off when the caller does (sequence parallel).
+
+    Returns:
+        [n] float32 (float64 for float64 inputs). Empty, with a graph, for n = 0. The value for a target that is excluded or
+        padding is infinite: the caller never scores one.
+    """
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}: expected [n, h] and [v, h]")
+    if targets.shape != hidden.shape[:1]:
+        raise ValueError(f"targets {tuple(targets.shape)}: expected [{hidden.shape[0]}], one id a row")
+    if chunk < 0:
+        raise ValueError(f"--bdlm-cross-entropy-chunk {chunk}: not negative. A legal value: 4096")
+    vocabulary = _Vocabulary.of(weight.shape[0], excluded_token, vocab_size, tp_group)
+    return _LinearCrossEntropy.apply(hidden, weight, targets, chunk, vocabulary, reduce_hidden_grad)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, chunk, vocabulary, reduce_hidden_grad):
+        ctx.chunk, ctx.vocabulary, ctx.reduce_hidden_grad = chunk, vocabulary, reduce_hidden_grad
+        accumulate = torch.promote_types(hidden.dtype, torch.float32)
+        column, here = vocabulary.locate(targets)
+        lse = hidden.new_full(targets.shape, -torch.inf, dtype=accumulate)
+        target_logit = torch.where(here, hidden.new_zeros(targets.shape, dtype=accumulate), -torch.inf)
+        for rows in _chunks(hidden.shape[0], chunk):
+            if vocabulary.valid == 0:
+                break
+            logits = _logits(hidden[rows], weight, vocabulary)  # [c, v]
+            picked = logits.gather(1, column[rows, None]).squeeze(1)
+            target_logit[rows] = torch.where(here[rows], picked, -torch.inf)
+            lse[rows] = _logsumexp_(logits)
+        lse, target_logit = _combine(lse, target_logit, here, vocabulary)
+        ctx.save_for_backward(hidden, weight, targets, lse)
+        return lse - target_logit
+
+    @staticmethod
+    def backward(ctx, grad_nll):
+        hidden, weight, targets, lse = ctx.saved_tensors
+        vocabulary: _Vocabulary = ctx.vocabulary
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        column, here = vocabulary.locate(targets)
+        grad_hidden = torch.zeros_like(hidden) if need_hidden else None
+        # float32 sums for 16-bit weights: thousands of chunks would drown in bf16
+        grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if need_weight else None
+        valid = vocabulary.valid
+        for rows in _chunks(hidden.shape[0], ctx.chunk):
+            if valid == 0:
+                break
+            logits = _logits(hidden[rows], weight, vocabulary)
+            grad = logits.sub_(lse[rows, None]).exp_()  # probabilities, [c, v]
+            grad.scatter_add_(1, column[rows, None], -here[rows, None].to(grad.dtype))
+            grad.mul_(grad_nll[rows, None])
+            narrow = grad.to(weight.dtype)  # a copy only for 16-bit types
+            if need_hidden:
+                torch.mm(narrow, weight[:valid], out=grad_hidden[rows])
+            if need_weight:
+                _add_product_(grad_weight[:valid], grad, narrow, hidden[rows])
+        if need_hidden and vocabulary.group is not None and ctx.reduce_hidden_grad and hidden.shape[0]:
+            dist.all_reduce(grad_hidden, group=vocabulary.group)
+        if need_weight:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _chunks(rows: int, chunk: int) -> Iterator[slice]:
+    step = chunk if chunk > 0 else max(1, rows)
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def _logits(hidden: Tensor, weight: Tensor, vocabulary: _Vocabulary) -> Tensor:
+    """[c, v] in float32 (float64), the excluded token at minus infinity."""
+    logits = torch.mm(hidden, weight[: vocabulary.valid].t())
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if vocabulary.excluded is not None:
+        logits[:, vocabulary.excluded] = -torch.inf
+    return logits
+
+
+def _logsumexp_(logits: Tensor) -> Tensor:
+    """[c, v] -> [c], in place: `torch.logsumexp` would hold a second [c, v]."""
+    top = logits.amax(1)
+    # a slice whose only token is excluded has no finite logit; subtracting -inf from -inf would be NaN
+    offset = torch.where(torch.isfinite(top), top, 0)
+    return logits.sub_(offset[:, None]).exp_().sum(1).log_().add_(offset)
+
+
+def _combine(lse: Tensor, target_logit: Tensor, here: Tensor, vocabulary: _Vocabulary) -> tuple[Tensor, Tensor]:
+    """Local log-sum-exp and target logit of each row -> those over the whole vocabulary."""
+    if vocabulary.group is None or lse.numel() == 0:
+        return lse, target_logit
+    top = lse.clone()
+    dist.all_reduce(top, op=dist.ReduceOp.MAX, group=vocabulary.group)
+    # the third row counts the ranks that hold the target: none for an id beyond the vocabulary
+    parts = torch.stack([torch.exp(lse - top), torch.where(here, target_logit, 0), here.to(lse.dtype)])
+    dist.all_reduce(parts, group=vocabulary.group)
+    return parts[0].log_().add_(top), torch.where(parts[2] > 0, parts[1], -torch.inf)
+
+
+def _add_product_(grad_weight: Tensor, grad: Tensor, narrow: Tensor, hidden: Tensor) -> None:
+    """grad_weight [v, h] += grad^T [v, c] hidden [c, h], summed in the type of grad_weight.
+
+    `narrow` is `grad` in the type of `hidden`: a GPU multiplies 16-bit operands into a float32 result, a CPU cannot.
+    """
+    if narrow.is_cuda and narrow.dtype != grad_weight.dtype:
+        grad_weight.add_(torch.mm(narrow.t(), hidden, out_dtype=grad_weight.dtype))
+    else:
+        grad_weight.addmm_(grad.t(), hidden.to(grad.dtype))
