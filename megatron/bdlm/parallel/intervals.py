@@ -75,6 +75,12 @@ class Intervals:
         same_run = np.concatenate((run[1:] == run[:-1], [False])) if len(marks) else np.zeros(0, bool)
         return marks, np.where(same_run, following, self.stops[run])
 
+    def intersect(self, other: "Intervals") -> "Intervals":
+        """Tokens held by both."""
+        starts, stops = self.cut(other.starts, other.stops)
+        both = other.holds(starts)
+        return Intervals.of(starts[both], stops[both])
+
     def slice_rows(self, first: int, last: int) -> "Intervals":
         """The tokens of rows `[first, last)` of this share."""
         before = np.concatenate(([0], np.cumsum(self.stops - self.starts)))

@@ -1,0 +1,359 @@
+"""The sequence plan: which rows a rank holds, which keys it needs from whom, what it computes with them.
+
+A frozen value made on the CPU, the same on every rank but for `rank`; without torch.distributed and
+without Megatron. Everything about parallelism that is not arithmetic is decided here.
+
+Rows. The global order is `[xt_1; ..; xt_V; x0]`, L rows each: noisy row of view v (from 0) and token i
+is `v*L + i`, clean row i is `V*L + i`. A rank's local order is
+
+    [noisy rows of view 1; ..; noisy rows of view V; clean rows; padding rows]
+
+each in ascending token order, every view with the same tokens. Padding (index -1) brings every rank to
+the heaviest rank's count, because pipeline and sequence parallelism want equal shapes; a padding row
+is seen by nobody and sees only itself.
+
+Terms and rules: docs on the mask (who sees whom), `layout` (who holds what), `relations` (the mask as
+staircases), `staircase` (staircases as rectangles), `program` (the result).
+"""
+
+from dataclasses import dataclass, field
+from typing import Optional, Sequence, Union
+
+import numpy as np
+import torch
+
+from megatron.bdlm.parallel import relations
+from megatron.bdlm.parallel.blocks import BlockTable, PlanError
+from megatron.bdlm.parallel.intervals import Intervals
+from megatron.bdlm.parallel.layout import Layout, LayoutSpec, Share, build_layout
+from megatron.bdlm.parallel.program import (
+    AttentionProgram,
+    LabelledRectangles,
+    Piece,
+    RectangleBatch,
+    into_batches,
+    merge_adjacent,
+    needed_rows,
+)
+from megatron.bdlm.parallel.staircase import decompose
+
+__all__ = ["SequencePlan", "PlanError", "AttentionProgram", "Piece", "RectangleBatch"]
+
+
+@dataclass(frozen=True, eq=False)
+class SequencePlan:
+    """One rank's part of one sample; build it with `SequencePlan.build`.
+
+    Per-row tensors, `[s_local]`:
+        rows: int64 global row, -1 for padding
+        position_ids: int64 position inside the document; padding 0
+        is_clean: bool
+        view: int64 view of a noisy row, -1 for clean and padding rows
+        block_ids: int64 block over the whole sample, -1 for padding
+        scored_clean: bool, clean rows whose clean loss this rank owns (under bp only its own blocks')
+    """
+
+    layout: Layout
+    rank: int
+    row_multiple: int
+    rows: torch.Tensor
+    position_ids: torch.Tensor
+    is_clean: torch.Tensor
+    view: torch.Tensor
+    block_ids: torch.Tensor
+    scored_clean: torch.Tensor
+    _programs: dict = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def build(
+        cls,
+        seq_length: int,
+        block_size: int,
+        context_parallel_size: int = 1,
+        block_parallel_size: Optional[int] = None,
+        rank: int = 0,
+        views: int = 1,
+        documents: Optional[Sequence[int]] = None,
+        clean_attention: str = "block-causal",
+        strategy: str = "csbp",
+        block_origin: Union[int, Sequence[int]] = 0,
+        target_blocks: Optional[Sequence[int]] = None,
+        noisy_attention: str = "bidirectional",
+        block_restarts: Optional[Sequence[int]] = None,
+        row_multiple: int = 1,
+    ) -> "SequencePlan":
+        """Plan one sample for one rank.
+
+        Args:
+            seq_length: L; block_size: S; context_parallel_size: P; block_parallel_size: K (None: what
+                the strategy implies: 1 for cp, else P); rank: in the context-parallel group.
+            views: V noisy streams over one clean stream.
+            documents: lengths that sum to L; zero lengths are skipped. None: one document.
+            clean_attention: "block-causal" or "token-causal"; noisy_attention: "bidirectional" or "causal".
+            strategy: "csbp", "cp", "bp" or "hybrid".
+            block_origin: tokens of a document before its blocks start to count, one or one per document.
+            target_blocks: blocks (in order over the sample) that have noisy rows. None: all.
+            block_restarts: further tokens of the sample at which a block starts.
+            row_multiple: the local row count is rounded up to a multiple of it (sequence parallelism).
+
+        Raises:
+            PlanError: a layout that cannot be, naming flag, value, rule and a legal value.
+        """
+        if block_parallel_size is None:
+            block_parallel_size = 1 if strategy == "cp" else context_parallel_size
+        spec = LayoutSpec(
+            int(seq_length), int(block_size), int(context_parallel_size), int(block_parallel_size), int(views),
+            _frozen(documents), clean_attention, noisy_attention, strategy,
+            int(block_origin) if np.ndim(block_origin) == 0 else _frozen(block_origin),
+            _frozen(block_restarts), _frozen(target_blocks),
+        )
+        if not 0 <= rank < context_parallel_size:
+            raise PlanError(f"rank {rank}: 0 <= rank < --context-parallel-size {context_parallel_size}")
+        if row_multiple < 1:
+            raise PlanError(f"row_multiple {row_multiple}: at least 1")
+        layout = build_layout(spec)
+        return cls(layout, rank, row_multiple, **_row_tensors(layout, rank, row_multiple))
+
+    # ---- what is held -----------------------------------------------------------------------
+
+    @property
+    def seq_length(self) -> int:
+        """L, the clean length of the sample."""
+        return self.layout.spec.seq_length
+
+    @property
+    def block_size(self) -> int:
+        """S."""
+        return self.layout.spec.block_size
+
+    @property
+    def views(self) -> int:
+        """V, noisy streams."""
+        return self.layout.spec.views
+
+    @property
+    def context_parallel_size(self) -> int:
+        """P."""
+        return self.layout.spec.context_parallel_size
+
+    @property
+    def block_parallel_size(self) -> int:
+        """K."""
+        return self.layout.spec.block_parallel_size
+
+    @property
+    def strategy(self) -> str:
+        """"csbp", "cp", "bp" or "hybrid"."""
+        return self.layout.spec.strategy
+
+    @property
+    def clean_attention(self) -> str:
+        """"block-causal" or "token-causal"."""
+        return self.layout.spec.clean_attention
+
+    @property
+    def noisy_attention(self) -> str:
+        """"bidirectional" or "causal"."""
+        return self.layout.spec.noisy_attention
+
+    @property
+    def s_local(self) -> int:
+        """Local rows, padding included; the same on every rank."""
+        return len(self.rows)
+
+    @property
+    def noisy_rows(self) -> int:
+        """Local noisy rows, all views; they come first."""
+        return self.views * self.layout.shares[self.rank].noisy.count
+
+    @property
+    def used_rows(self) -> int:
+        """Local rows without padding."""
+        return self.layout.shares[self.rank].rows(self.views)
+
+    @property
+    def block_starts(self) -> np.ndarray:
+        """First token of every block of the sample, int64 [B]."""
+        return self.layout.blocks.starts
+
+    @property
+    def block_stops(self) -> np.ndarray:
+        """One past the last token of every block, int64 [B]."""
+        return self.layout.blocks.stops
+
+    @property
+    def block_documents(self) -> np.ndarray:
+        """Document of every block, int64 [B]."""
+        return self.layout.blocks.documents
+
+    def holdings(self, rank: Optional[int] = None) -> Share:
+        """Token intervals a rank holds: `.noisy` (of every view), `.clean`, `.scored`."""
+        return self.layout.shares[self.rank if rank is None else rank]
+
+    def take(self, global_rows: torch.Tensor, fill: Union[int, float, bool] = 0) -> torch.Tensor:
+        """This rank's rows of `[(V+1)L, ...]` as `[s_local, ...]`; padding rows get `fill`."""
+        rows = self.rows.to(global_rows.device)
+        taken = global_rows[rows.clamp(min=0)]
+        padding = (rows < 0).reshape(-1, *(1,) * (taken.dim() - 1))
+        return taken.masked_fill(padding, fill)
+
+    # ---- what it costs ----------------------------------------------------------------------
+
+    def cost(self, rank: Optional[int] = None) -> int:
+        """Attention area (visible query-key pairs) of a rank, without a window."""
+        share = self.holdings(rank)
+        blocks, spec = self.layout.blocks, self.layout.spec
+        noisy = self.views * _area(blocks, share.noisy, spec.noisy_attention == "causal")
+        return noisy + _area(blocks, share.clean, spec.clean_attention == "token-causal")
+
+    def balance(self) -> float:
+        """Attention area of the heaviest rank over the mean."""
+        costs = [self.cost(rank) for rank in range(self.context_parallel_size)]
+        return max(costs) * len(costs) / max(sum(costs), 1)
+
+    def fingerprint(self) -> tuple:
+        """Hashable identity: plans of equal fingerprints are equal."""
+        return (self.layout.spec, self.rank, self.row_multiple)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SequencePlan) and self.fingerprint() == other.fingerprint()
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint())
+
+    def __repr__(self) -> str:
+        share = self.holdings()
+        return (
+            f"SequencePlan({self.strategy}, L={self.seq_length}, S={self.block_size}, B={len(self.block_starts)}, "
+            f"P={self.context_parallel_size}, K={self.block_parallel_size}, V={self.views}, rank={self.rank}: "
+            f"{self.noisy_rows} noisy + {share.clean.count} clean + {self.s_local - self.used_rows} padding rows)"
+        )
+
+    # ---- what is computed -------------------------------------------------------------------
+
+    def program(self, window: Optional[int] = None, queries: str = "all") -> AttentionProgram:
+        """The attention of this rank in one layer.
+
+        Args:
+            window: sliding window W on clean keys; None: no limit.
+            queries: "all", or "noisy" (a last layer whose clean rows nobody reads).
+        """
+        if window is not None and window < 1:
+            raise PlanError(f"--window-size {window}: a clean row sees at least itself. A legal value: 4096")
+        if queries not in ("all", "noisy"):
+            raise PlanError(f"queries {queries}: all or noisy")
+        # a window that reaches over the whole sample limits nothing
+        window = None if window is not None and window >= self.seq_length + self.block_size else window
+        key = (window, queries)
+        if key not in self._programs:
+            self._programs[key] = self._build_program(window, queries)
+        return self._programs[key]
+
+    def _build_program(self, window: Optional[int], queries: str) -> AttentionProgram:
+        size, own = self.context_parallel_size, self.rank
+        local = self._rectangles(own, own, window, queries)
+        ring = [] if self.strategy == "bp" else range(1, size)
+        remote, sends = [], {}
+        for distance in ring:
+            source = (own - distance) % size
+            found = self._rectangles(own, source, window, queries)
+            if found.parts.count:
+                rows = needed_rows(found.parts, self.holdings(source).rows(self.views))
+                remote.append(Piece(source, rows, into_batches(_renumbered(found, rows))))
+            peer = (own + distance) % size
+            asked = self._rectangles(peer, own, window, queries)
+            if asked.parts.count:
+                sends[peer] = needed_rows(asked.parts, self.used_rows)
+        return AttentionProgram(
+            queries=self.used_rows if queries == "all" else self.noisy_rows,
+            local=Piece(own, np.arange(self.s_local), into_batches(local)),
+            remote=tuple(remote),
+            sends=sends,
+            shared=tuple(self._shared(rank) for rank in range(size)),
+        )
+
+    def _rectangles(self, querier: int, source: int, window: Optional[int], queries: str) -> LabelledRectangles:
+        """All that `querier` computes with the keys of `source`, in local rows of both."""
+        blocks, spec = self.layout.blocks, self.layout.spec
+        asking, asked = self.layout.shares[querier], self.layout.shares[source]
+        clean_row, clean_key = spec.views * asking.noisy.count, spec.views * asked.noisy.count
+        entries = []
+
+        def add(stairs, stream: int, relation: int, query: int, key: int) -> None:
+            entries.append((parts.shifted(query, key), stream, relation))
+
+        parts = decompose(relations.noisy_own(blocks, asking.noisy, asked.noisy, spec.noisy_attention), spec.block_size)
+        for view in range(spec.views):
+            add(parts, view, 0, view * asking.noisy.count, view * asked.noisy.count)
+        parts = decompose(relations.noisy_earlier(blocks, asking.noisy, asked.clean, window), spec.block_size)
+        for view in range(spec.views):
+            add(parts, view, 1, view * asking.noisy.count, clean_key)
+        if queries == "all":
+            if spec.clean_attention == "token-causal":
+                stairs = [(relations.clean_token_causal, 1)]
+            else:
+                stairs = [(relations.clean_own, 0), (relations.clean_earlier, 1)]
+            for relation, label in stairs:
+                parts = decompose(relation(blocks, asking.clean, asked.clean, window), spec.block_size)
+                add(parts, spec.views, label, clean_row, clean_key)
+        return merge_adjacent(LabelledRectangles.join(entries))
+
+    def _shared(self, rank: int) -> np.ndarray:
+        """Local rows of a rank that ring and allgather move: clean ones, and noisy ones where blocks are split."""
+        share = self.layout.shares[rank]
+        noisy = self.views * share.noisy.count
+        if self.strategy == "bp" or self.context_parallel_size == 1:
+            return np.zeros(0, np.int64)
+        first = 0 if self.context_parallel_size > self.block_parallel_size else noisy
+        return np.arange(first, noisy + share.clean.count)
+
+
+def _frozen(values: Optional[Sequence[int]]) -> Optional[tuple[int, ...]]:
+    return None if values is None else tuple(np.asarray(values, np.int64).reshape(-1).tolist())
+
+
+def _renumbered(found: LabelledRectangles, rows: np.ndarray) -> LabelledRectangles:
+    """Keys counted in the needed rows of the source instead of all its rows."""
+    parts = found.parts
+    numbered = parts.shifted(0, 0)
+    moved = np.searchsorted(rows, parts.key)
+    return LabelledRectangles(
+        type(parts)(numbered.query, parts.queries, moved, parts.keys, parts.kind, parts.phase, parts.level),
+        found.stream, found.relation,
+    )
+
+
+def _area(blocks: BlockTable, held: Intervals, causal: bool) -> int:
+    """Pairs of the held rows with earlier tokens of their document and their own block (or part of it)."""
+    starts, stops = held.cut(blocks.starts)
+    block = blocks.of_tokens(starts)
+    sizes, first = stops - starts, blocks.starts[block]
+    earlier = sizes * (first - blocks.document_starts[block])
+    if causal:
+        own = sizes * (starts - first) + sizes * (sizes + 1) // 2
+    else:
+        own = sizes * blocks.sizes[block]
+    return int((earlier + own).sum())
+
+
+def _row_tensors(layout: Layout, rank: int, row_multiple: int) -> dict[str, torch.Tensor]:
+    """The per-row tensors of a plan."""
+    spec, blocks, share = layout.spec, layout.blocks, layout.shares[rank]
+    noisy, clean = share.noisy.tokens(), share.clean.tokens()
+    tokens = np.concatenate([noisy] * spec.views + [clean])
+    streams = np.repeat(np.arange(spec.views + 1), [len(noisy)] * spec.views + [len(clean)])
+    block = blocks.of_tokens(tokens)
+    padded = -(-layout.rows // row_multiple) * row_multiple - len(tokens)
+
+    def pad(values: np.ndarray, fill: int) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate((values, np.full(padded, fill, values.dtype))))
+
+    is_clean = streams == spec.views
+    return dict(
+        rows=pad(streams * spec.seq_length + tokens, -1),
+        position_ids=pad(tokens - blocks.document_starts[block], 0),
+        is_clean=pad(is_clean, False),
+        view=pad(np.where(is_clean, -1, streams), -1),
+        block_ids=pad(block, -1),
+        scored_clean=pad(is_clean & share.scored.holds(tokens), False),
+    )
