@@ -17,7 +17,6 @@ from megatron.core.enums import ModelType  # noqa: E402
 from megatron.training import get_args, pretrain  # noqa: E402
 
 from megatron.bdlm.data.pretraining import build_pretraining_datasets  # noqa: E402
-from megatron.bdlm.objective.loss import block_diffusion_loss  # noqa: E402
 from megatron.bdlm.training import run, step  # noqa: E402
 
 cpu.adapt_engine(ON_CPU)
@@ -30,7 +29,7 @@ def get_batch(data_iterator, model):
 
 def loss_func(batch: step.Batch, nll: torch.Tensor):
     """(sum, count, metrics) of the scored rows' negative log-likelihoods `nll` [n]."""
-    return block_diffusion_loss(nll, batch.rows, step.config_of(batch))
+    return step.batch_loss(batch, nll)
 
 
 def forward_step(data_iterator, model):

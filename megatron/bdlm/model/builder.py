@@ -30,6 +30,8 @@ class BlockDiffusionModelConfig(GPTModelConfig):
     bdlm: BDLMConfig = dataclasses.field(default_factory=BDLMConfig)
     candidate_tokens: Optional[int] = None
     """Real rows of the vocabulary, mask token included; rows behind them are padding."""
+    tokenizer_tokens: Optional[int] = None
+    """Tokens of the tokenizer, from which uniform corruption draws."""
 
 
 class BlockDiffusionModelBuilder(GPTModelBuilder):
@@ -54,7 +56,6 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
             padded_vocab_size = calculate_padded_vocab_size(
                 config.vocab_size, config.make_vocab_size_divisible_by, config.transformer.tensor_model_parallel_size
             )
-        bdlm = config.bdlm
         return BlockDiffusionGPTModel(
             config=config.transformer,
             transformer_layer_spec=block_diffusion_layer_spec(config, vp_stage),
@@ -75,6 +76,6 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
             pg_collection=pg_collection,
             vp_stage=vp_stage,
             candidate_tokens=config.candidate_tokens,
-            excluded_token=None if bdlm.bdlm_keep_mask_logit else bdlm.bdlm_mask_token_id,
-            cross_entropy_chunk=bdlm.bdlm_cross_entropy_chunk,
+            tokenizer_tokens=config.tokenizer_tokens,
+            bdlm=config.bdlm,
         )

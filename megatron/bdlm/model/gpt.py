@@ -12,6 +12,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
+from megatron.bdlm.config import BDLMConfig
 from megatron.bdlm.model.rotary import ExplicitRotaryEmbedding
 from megatron.bdlm.objective.linear_cross_entropy import linear_cross_entropy
 from megatron.bdlm.objective.loss import ScoredRows
@@ -22,8 +23,8 @@ class BlockDiffusionGPTModel(GPTModel):
 
     Args:
         candidate_tokens: vocabulary rows that are real; those behind them are padding and never get probability.
-        excluded_token: id whose logit is left out of the softmax (the mask token), or None.
-        cross_entropy_chunk: rows whose logits are held at a time; 0 for all.
+        tokenizer_tokens: tokens of the tokenizer, from which uniform corruption draws.
+        bdlm: the options of the run.
         Others: as the engine's GPTModel.
     """
 
@@ -31,14 +32,14 @@ class BlockDiffusionGPTModel(GPTModel):
         self,
         *args: Any,
         candidate_tokens: Optional[int] = None,
-        excluded_token: Optional[int] = None,
-        cross_entropy_chunk: int = 4096,
+        tokenizer_tokens: Optional[int] = None,
+        bdlm: BDLMConfig,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
         self.candidate_tokens = candidate_tokens
-        self.excluded_token = excluded_token
-        self.cross_entropy_chunk = cross_entropy_chunk
+        self.tokenizer_tokens = tokenizer_tokens
+        self.bdlm = bdlm
         config = self.config
         self.rotary_pos_emb = ExplicitRotaryEmbedding(
             kv_channels=config.kv_channels,
@@ -80,8 +81,8 @@ class BlockDiffusionGPTModel(GPTModel):
             rows,
             output_layer.weight if output_weight is None else output_weight,
             context.target,
-            chunk=self.cross_entropy_chunk,
-            excluded_token=self.excluded_token,
+            chunk=self.bdlm.bdlm_cross_entropy_chunk,
+            excluded_token=None if self.bdlm.bdlm_keep_mask_logit else self.bdlm.bdlm_mask_token_id,
             vocab_size=self.candidate_tokens,
             tp_group=self.pg_collection.tp,
             reduce_hidden_grad=not sequence_parallel,

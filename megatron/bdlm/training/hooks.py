@@ -7,8 +7,8 @@ iteration passes, and adds to it:
   rate alone (the engine would still decay weights and apply momentum); it is counted as a
   skipped iteration in the log;
 * derived metrics beside the reduced losses, so that they appear in the engine's log line, in
-  TensorBoard and in W&B: `ppl bound`, `supervised tokens`, `clean tokens/s`, `processed rows/s`,
-  `peak memory GiB`;
+  TensorBoard and in W&B: `ppl bound`, `clean tokens/s`, `processed rows/s`, `peak memory GiB`;
+* averages over no token at all, which the engine computes as 0/0, are zero in such a batch;
 * losses by noise level (`nelbo t 0.0-0.1`, ..) go to TensorBoard and W&B only, and only where
   the batch had a token of that level: an average of undefined values is never logged.
 """
@@ -60,14 +60,20 @@ class TokenCount:
         return 0 if self.tokens is None else int(self.tokens.item())
 
 
-def install(rows: RowCounter) -> None:
-    """Wrap the engine's training step; see the module docstring."""
+def install(rows: RowCounter, skip_empty_batches: bool = True) -> None:
+    """Wrap the engine's training step; see the module docstring.
+
+    Args:
+        rows: counts the rows of an iteration.
+        skip_empty_batches: off where a loss on clean rows may exist without a supervised noisy token.
+    """
     stock_train_step = engine_training.train_step
     count = TokenCount()
 
     def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, *args, **kwargs):
         config.finalize_model_grads_func = count.finalize
-        _skip_empty_batches(optimizer, count)
+        if skip_empty_batches:
+            _skip_empty_batches(optimizer, count)
         start = time.perf_counter()
         result = stock_train_step(
             forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, *args, **kwargs
@@ -75,7 +81,7 @@ def install(rows: RowCounter) -> None:
         losses = result[0]
         processed = rows.take()
         if losses:
-            _add_metrics(losses, count.value(), processed, time.perf_counter() - start)
+            _add_metrics(losses, processed, time.perf_counter() - start)
         return result
 
     engine_training.train_step = train_step
@@ -96,15 +102,13 @@ def _skip_empty_batches(optimizer: Any, count: TokenCount) -> None:
     optimizer.skips_empty_batches = True
 
 
-def _add_metrics(losses: dict[str, torch.Tensor], tokens: int, processed: int, seconds: float) -> None:
+def _add_metrics(losses: dict[str, torch.Tensor], processed: int, seconds: float) -> None:
     """Move the losses by noise level out of `losses` and add the derived metrics to it, in place."""
     args = get_args()
     _write_buckets({name: losses.pop(name).item() for name in list(losses) if name.startswith(BUCKET_PREFIX)})
-    if tokens == 0:  # the engine divided 0 by 0
-        losses.update({name: torch.zeros_like(value) for name, value in losses.items()})
-    like = next(iter(losses.values()))
+    losses.update({name: torch.nan_to_num(value, nan=0.0) for name, value in losses.items() if losses["supervised tokens"] == 0})
+    like = losses["lm loss"]
     derived = {
-        "supervised tokens": float(tokens),
         "clean tokens/s": args.global_batch_size * args.seq_length / args.world_size / seconds,
         "processed rows/s": processed / seconds,
         "peak memory GiB": peak_memory_bytes() / 2**30,

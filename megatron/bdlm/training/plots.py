@@ -75,6 +75,17 @@ def read_run(folder: str | Path, name: Optional[str] = None) -> Run:
     return Run(name or folder.name, {tag: sorted(points.items()) for tag, points in sorted(merged.items())})
 
 
+def last_value(run: Run, tag: str) -> float:
+    """The newest value of a metric.
+
+    Raises:
+        PlotError: the run has no such metric.
+    """
+    if tag not in run.scalars:
+        raise PlotError(f"{run.name}: no metric {tag!r}; there are {', '.join(run.scalars)}")
+    return run.scalars[tag][-1][1]
+
+
 def tags_of(run: Run, panel: Panel) -> list[str]:
     """The run's tags that belong on a panel: names are compared without case, and hyphens count as spaces."""
 

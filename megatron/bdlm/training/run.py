@@ -37,7 +37,8 @@ def prepare() -> Any:
     model_config = gpt_config_from_args(args, model_config_cls=BlockDiffusionModelConfig)
     model_config.bdlm = config
     model_config.candidate_tokens = args.bdlm_candidate_tokens
-    hooks.install(step.processed_rows)
+    model_config.tokenizer_tokens = args.bdlm_tokenizer_vocab_size
+    hooks.install(step.processed_rows, skip_empty_batches=config.bdlm_clean_loss_weight == 0.0)
     return pretrain_cfg_container_from_args(args, model_config)
 
 

@@ -1,0 +1,192 @@
+"""One micro-batch: from clean samples to this rank's rows, their sequence parameters and their targets.
+
+    samples (every rank reads the same) -> corrupt -> targets -> plan -> this rank's rows -> model -> scored rows
+
+Every rank of a model- and context-parallel cell reads the same samples and draws the same noise
+(a pure function of the sample's identity), then takes the rows that the plan gives it. Nothing is
+broadcast.
+
+Shapes: b samples of L tokens, V views, s local rows, n scored rows of this rank.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Iterator, Optional
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.utils import unwrap_model
+
+from megatron.bdlm.attention.core_attention import AttentionOptions, BlockDiffusionParams
+from megatron.bdlm.config import BDLMConfig
+from megatron.bdlm.data.noise import VALIDATION_T_RANGE, Noised, corrupt
+from megatron.bdlm.data.pretraining import document_lengths
+from megatron.bdlm.objective.loss import GlobalCounts, ScoredRows, block_diffusion_loss, sample_counts, select_rows
+from megatron.bdlm.objective.targets import Targets, build_targets
+from megatron.bdlm.parallel.plan import SequencePlan
+from megatron.bdlm.training.hooks import RowCounter
+
+processed_rows = RowCounter()
+"""Rows that this rank has put through its model in the current iteration."""
+
+Sample = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch as this rank's pipeline stage needs it."""
+
+    input_ids: Optional[torch.Tensor]  # int64 [b, s]; None on a stage without embedding
+    position_ids: torch.Tensor  # int64 [b, s]
+    params: BlockDiffusionParams
+    rows: Optional[ScoredRows]  # None on a stage without output layer
+    config: BDLMConfig  # that of training or of validation
+    global_counts: Optional[GlobalCounts]  # denominators of the global batch, where two losses share it
+    training: bool
+
+
+def validation_config(config: BDLMConfig) -> BDLMConfig:
+    """The objective of every validation: the NELBO of one view, with fixed noise over the whole range of t."""
+    return dataclasses.replace(
+        config, bdlm_views=1, bdlm_loss_weight="nelbo", bdlm_loss_denominator="supervised", bdlm_t_min=VALIDATION_T_RANGE[0],
+        bdlm_t_max=VALIDATION_T_RANGE[1], bdlm_force_one_corrupted=False, bdlm_clean_loss_weight=0.0, bdlm_diffusion_loss_weight=1.0,
+    )
+
+
+def next_batch(data_iterator: Iterator[Sample], model: Any) -> Batch:
+    """The next micro-batch of `data_iterator` for `model`, a pipeline stage (wrapped or not)."""
+    stage = unwrap_model(model)
+    config = stage.bdlm if model.training else validation_config(stage.bdlm)
+    samples, global_counts = _next_samples(data_iterator, stage, config, model.training)
+    noisy = [_noised(sample, stage, config, model.training) for sample in _unstack(samples)]
+    plan = _plan_of(samples, config, stage.config)
+    device = torch.device(torch.cuda.current_device())
+
+    rows = None
+    if stage.post_process:
+        share = 1.0 / (get_num_microbatches() * parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+        targets = [_targets(sample, noised, config) for sample, noised in zip(_unstack(samples), noisy)]
+        rows = select_rows(targets, plan.rows, plan.scored_clean, share).to(device)
+    input_ids = None
+    if stage.pre_process:
+        streams = torch.stack([_global_rows(sample, noised) for sample, noised in zip(_unstack(samples), noisy)], dim=1)
+        input_ids = plan.take(streams, 0).t().contiguous().to(device, non_blocking=True)
+    params = BlockDiffusionParams.from_plan(
+        plan, parallel_state.get_context_parallel_group(), _attention_options(config), device, _final_rows(plan, config, stage.config)
+    )
+    if model.training:
+        processed_rows.add(plan.s_local * samples["tokens"].size(0))
+    positions = params.position_ids.expand(samples["tokens"].size(0), -1)
+    return Batch(input_ids, positions, params, rows, config, global_counts, model.training)
+
+
+def batch_loss(batch: Batch, nll: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """(sum, count, metrics) for the engine out of the scored rows' negative log-likelihoods [n]."""
+    return block_diffusion_loss(nll, batch.rows, batch.config, batch.global_counts, diagnostics=batch.training)
+
+
+def _unstack(samples: Sample) -> list[dict[str, np.ndarray]]:
+    """[b, ..] tensors -> b samples of arrays."""
+    arrays = {name: value.numpy() for name, value in samples.items()}
+    return [{name: value[i] for name, value in arrays.items()} for i in range(len(arrays["tokens"]))]
+
+
+def _documents(sample: dict[str, np.ndarray]) -> Optional[tuple[int, ...]]:
+    """Document lengths of a sample, padding as the last one; None for one stream."""
+    return tuple(document_lengths(sample["documents"])) if "documents" in sample else None
+
+
+def _noised(sample: dict[str, np.ndarray], stage: Any, config: BDLMConfig, training: bool) -> Noised:
+    return corrupt(
+        sample["tokens"], sample["eligible"], config, config.bdlm_noise_seed, int(sample["sample_index"]), int(sample["epoch"]),
+        documents=_documents(sample), vocab_size=stage.tokenizer_tokens, purpose="train" if training else "validation",
+    )
+
+
+def _targets(sample: dict[str, np.ndarray], noised: Noised, config: BDLMConfig) -> Targets:
+    return build_targets(sample["tokens"], sample["eligible"], noised, _documents(sample), config)
+
+
+def _global_rows(sample: dict[str, np.ndarray], noised: Noised) -> torch.Tensor:
+    """[(V+1)*L] ids in the global order [xt_1; ..; xt_V; x0]."""
+    return torch.from_numpy(np.concatenate([noised.xt.reshape(-1), sample["tokens"]]))
+
+
+def _plan_of(samples: Sample, config: BDLMConfig, model_config: Any) -> SequencePlan:
+    """The plan that every sample of the micro-batch shares.
+
+    Raises:
+        ValueError: samples whose documents differ in one micro-batch.
+    """
+    documents = {_documents(sample) for sample in _unstack(samples)}
+    if len(documents) > 1:
+        raise ValueError(
+            f"--micro-batch-size {len(samples['tokens'])}: samples with separate documents differ in their rows and cannot share "
+            "a micro-batch. A legal value: 1"
+        )
+    tensor_ranks = model_config.tensor_model_parallel_size if model_config.sequence_parallel else 1
+    return _plan(
+        samples["tokens"].size(1), config.bdlm_block_size, config.bdlm_views, documents.pop(), config.bdlm_clean_attention,
+        config.bdlm_noisy_attention, config.resolved_strategy(parallel_state.get_context_parallel_world_size()), tensor_ranks,
+        parallel_state.get_context_parallel_rank(),
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _plan(length, block_size, views, documents, clean_attention, noisy_attention, strategy, row_multiple, rank) -> SequencePlan:
+    kind, slots = strategy
+    return SequencePlan.build(
+        seq_length=length, block_size=block_size, context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        block_parallel_size=slots, rank=rank, views=views, documents=documents, clean_attention=clean_attention, strategy=kind,
+        noisy_attention=noisy_attention, row_multiple=row_multiple,
+    )
+
+
+def _final_rows(plan: SequencePlan, config: BDLMConfig, model_config: Any) -> Optional[int]:
+    """Rows that the last layer computes: the noisy ones where no loss reads clean rows, else None for all."""
+    if config.bdlm_full_last_layer or config.bdlm_clean_loss_weight > 0.0 or model_config.attention_output_gate:
+        return None
+    tensor_ranks = model_config.tensor_model_parallel_size if model_config.sequence_parallel else 1
+    return plan.noisy_rows if plan.noisy_rows and plan.noisy_rows % tensor_ranks == 0 else None
+
+
+@functools.lru_cache(maxsize=1)
+def _gradient_dtypes() -> dict[str, Optional[torch.dtype]]:
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "input": None}
+
+
+def _attention_options(config: BDLMConfig) -> AttentionOptions:
+    return AttentionOptions(
+        config.bdlm_transport, config.bdlm_attention_kernel, _gradient_dtypes()[config.bp_grad_dtype], config.bdlm_ranks_per_node
+    )
+
+
+_ahead: dict[int, deque] = {}  # per data iterator: samples read before their turn, with the counts of their global batch
+
+
+def _next_samples(
+    data_iterator: Iterator[Sample], stage: Any, config: BDLMConfig, training: bool
+) -> tuple[Sample, Optional[GlobalCounts]]:
+    """The next samples, and the denominators of their global batch where the clean rows have a loss of their own.
+
+    Two losses have two denominators, but the engine divides once. So the whole global batch is read
+    and counted at its first micro-batch: eligibility and noise are data, known before the model runs.
+    """
+    if not (training and config.bdlm_clean_loss_weight > 0.0 and stage.post_process):
+        return next(data_iterator), None
+    queue = _ahead.setdefault(id(data_iterator), deque())
+    if not queue:
+        micro_batches = list(itertools.islice(data_iterator, get_num_microbatches()))
+        local = GlobalCounts(0, 0)
+        for sample in itertools.chain.from_iterable(map(_unstack, micro_batches)):
+            local += sample_counts(_targets(sample, _noised(sample, stage, config, training), config))
+        totals = torch.tensor([local.noisy, local.clean], dtype=torch.long, device=torch.cuda.current_device())
+        torch.distributed.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+        counts = GlobalCounts(*totals.tolist())
+        queue.extend((samples, counts) for samples in micro_batches)
+    return queue.popleft()
