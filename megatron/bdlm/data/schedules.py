@@ -52,8 +52,8 @@ class NoiseSchedule:
             return np.sqrt(t)
         if self.name == "log":
             return np.log1p(t) / math.log(2.0)
-        # at t = 1 the cosine leaves 6e-17, and 1 - 6e-17 rounds to 1
-        return 1.0 - (1.0 - self.eps) * np.cos(0.5 * math.pi * t)
+        # the cosine written as a sine of the complement, which is exactly 0 at t = 1
+        return 1.0 - (1.0 - self.eps) * np.sin(0.5 * math.pi * (1.0 - t))
 
     def rate(self, t: np.ndarray) -> np.ndarray:
         """w(t) p(t): p'(t), and 1 for the linear schedule, whose published weight is 1/p rather than (1-eps)/p."""
