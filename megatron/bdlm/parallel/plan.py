@@ -249,6 +249,13 @@ class SequencePlan:
             self._programs[key] = self._build_program(window, queries)
         return self._programs[key]
 
+    def needed_rows(self, rank: int, source: int, window: Optional[int] = None, queries: str = "all") -> np.ndarray:
+        """Ascending local rows of `source` that `rank` needs: any pair of ranks, for transports with several hops."""
+        if rank == source or self.strategy == "bp":
+            return np.zeros(0, np.int64)
+        found = self._rectangles(rank, source, window, queries)
+        return needed_rows(found.parts, self.holdings(source).rows(self.views))
+
     def _build_program(self, window: Optional[int], queries: str) -> AttentionProgram:
         size, own = self.context_parallel_size, self.rank
         local = self._rectangles(own, own, window, queries)

@@ -108,20 +108,23 @@ def needed_rows(parts: Rectangles, source_rows: int) -> np.ndarray:
 
 
 def merge_adjacent(labelled: LabelledRectangles) -> LabelledRectangles:
-    """Join full rectangles whose queries follow each other and see the same keys.
+    """Join full rectangles of one relation whose queries follow each other and see the same keys.
 
     For example the last noisy rows and all clean rows of a rank against a whole earlier half chunk.
+    (Across relations it would join every second own-block square with the next block's view of it, and
+    the regular starts of both would be lost.)
     """
     parts = labelled.parts
     if not parts.count:
         return labelled
-    order = np.lexsort((parts.query, parts.keys, parts.key, parts.kind))
+    order = np.lexsort((parts.query, parts.keys, parts.key, parts.kind, labelled.relation))
     labelled = labelled.take(order)
     parts = labelled.parts
     begins = np.ones(parts.count, bool)
     begins[1:] = (
         (parts.kind[1:] != FULL)
         | (parts.kind[:-1] != FULL)
+        | (labelled.relation[1:] != labelled.relation[:-1])
         | (parts.key[1:] != parts.key[:-1])
         | (parts.keys[1:] != parts.keys[:-1])
         | (parts.query[1:] != parts.query[:-1] + parts.queries[:-1])

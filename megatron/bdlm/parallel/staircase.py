@@ -97,7 +97,7 @@ def decompose(stairs: Staircase, longest_step: int) -> Rectangles:
             size); a longer one, such as a whole run of blocks against another rank's keys, gets a
             rectangle of its own.
     """
-    stairs = _join_equal(_drop_empty(_single_rows_stand_still(_cut_double_slopes(stairs))))
+    stairs = _drop_empty(_join_equal(_single_rows_stand_still(_cut_double_slopes(stairs))))
     if not stairs.count:
         return Rectangles.join([])
     first = np.flatnonzero(_breaks(stairs, longest_step))
@@ -153,7 +153,14 @@ def _single_rows_stand_still(stairs: Staircase) -> Staircase:
 
 
 def _drop_empty(stairs: Staircase) -> Staircase:
-    return stairs.take((stairs.rows > 0) & ((stairs.high > stairs.low) | stairs.high_moves))
+    """Drop segments that see nothing, but for the one before a segment that sees something.
+
+    A document's first block sees no earlier one; without it the halving of the others would be out of step.
+    """
+    sees = (stairs.high > stairs.low) | stairs.high_moves
+    before = np.zeros(stairs.count, bool)
+    before[:-1] = sees[1:] & (stairs.group[1:] == stairs.group[:-1])
+    return stairs.take(sees | before)
 
 
 def _follows(stairs: Staircase) -> np.ndarray:

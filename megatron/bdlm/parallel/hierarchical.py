@@ -1,0 +1,187 @@
+"""Transport for groups that span nodes: every needed row crosses a node boundary once.
+
+Ranks are (node, index): M nodes of G ranks, rank = node * G + index. Rank (m, i) receives for its whole node the rows
+that anybody on the node needs from the ranks (m', i) of the other nodes: it is their *landing*. So all G network cards
+of a node carry an equal part, and a row crosses once instead of up to G times. From the landing, rows are handed on inside
+the node, each rank getting what it needs.
+
+Order of steps (the same on every rank), j = node distance, t = index distance inside the node:
+
+    j = 0     t = 1 .. G-1   own node: direct
+    j = 1..   t = 0          landing of node m-j: across, for the node
+              t = 1 .. G-1   handed on: to index i+t, from index i-t
+
+In backward a rank's contribution to the gradient of a row goes to the row's landing on its own node; when all of the node's
+have been summed there, one sum crosses back to the owner. The crossing of j + 1 is under way while j is computed.
+
+    Example, M = 2, G = 2: rank 2 = (1, 0) is the landing of rank 0 = (0, 0) on node 1; it hands rank 0's rows to
+    rank 3, adds rank 3's gradient of them to its own, and sends the sum to rank 0.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron.bdlm.parallel.exchange import Arrival, Exchange, Pending, Rows, positions
+
+ACROSS, INSIDE, SUM_ACROSS, GRADIENT_INSIDE = 3, 4, 5, 6  # message tags
+
+
+@dataclass
+class Landing:
+    """Rows of a remote owner that this rank holds for its node."""
+
+    owner: int
+    needed: np.ndarray  # local rows at the owner that the node needs, ascending
+    pending: Pending
+    rows: torch.Tensor
+    total: torch.Tensor | None  # backward: the node's gradient sum of these rows
+
+
+@dataclass
+class Returning:
+    """A gradient transfer under way: `rows` come in and are added to `where` of `total`."""
+
+    pending: Pending
+    rows: torch.Tensor
+    where: Rows
+    total: torch.Tensor
+
+    def finish(self) -> None:
+        self.pending.wait()
+        self.where.add(self.total, self.rows)
+
+
+class HierarchicalExchange(Exchange):
+    """See the module docstring; without remote nodes it is the direct exchange of one node."""
+
+    def begin(self) -> None:
+        self.per_node = self.link.ranks_per_node
+        self.node, self.index = divmod(self.link.rank, self.per_node)
+        self.inside: tuple[Pending, torch.Tensor | None] = self._post_inside(0, 1, None)
+        self.landing = self._post_across(1)
+        self.returning_inside: Returning | None = None  # gradient transfers under way
+        self.returning_across: Returning | None = None
+
+    def _rank(self, node: int, index: int) -> int:
+        return node % self.link.nodes * self.per_node + index % self.per_node
+
+    def _needs(self, rank: int, owner: int) -> np.ndarray:
+        """Local rows of `owner` that `rank` needs."""
+        return self.derived(("needed", rank, owner), lambda: self.needed(rank, owner))
+
+    def _node_needs(self, node: int, owner: int) -> np.ndarray:
+        """Local rows of `owner` that any rank of `node` needs, ascending."""
+        ranks = [self._rank(node, index) for index in range(self.per_node)]
+        return self.derived(
+            ("node needs", self.per_node, ranks[0], owner),
+            lambda: np.unique(np.concatenate([self._needs(rank, owner) for rank in ranks])),
+        )
+
+    def _of_node(self, node: int) -> Rows:
+        """Our shared rows that a remote node needs."""
+        own = self.link.rank
+        return self.cached(
+            ("of node", self.per_node, node % self.link.nodes),
+            lambda: positions(self._node_needs(node, own), self.program.shared[own]),
+        )
+
+    def _of_landing(self, rank: int, landing: Landing | None) -> Rows:
+        """Which of the landing's rows (our own shared rows when there is none) `rank` needs."""
+        if landing is None:
+            return self.rows_for(rank, self.link.rank)
+        return self.cached(
+            ("of landing", self.per_node, rank, landing.owner),
+            lambda: positions(self._needs(rank, landing.owner), landing.needed),
+        )
+
+    # -- keys and values --
+
+    def _post_across(self, distance: int) -> Landing | None:
+        """Send node m + distance what it needs of our rows; receive what our node needs of our counterpart's."""
+        if distance >= self.link.nodes:
+            return None
+        to = self._rank(self.node + distance, self.index)
+        owner = self._rank(self.node - distance, self.index)
+        needed = self._node_needs(self.node, owner)
+        rows = self.buffer(len(needed))
+        pending = self.transfer({to: self._of_node(self.node + distance).take(self.shared)}, {owner: rows}, ACROSS)
+        total = None
+        if self.wire is not None:
+            total = torch.zeros(rows.shape, dtype=self.wire.sum_dtype, device=rows.device)
+        return Landing(owner, needed, pending, rows, total)
+
+    def _post_inside(self, node_distance: int, step: int, landing: Landing | None) -> tuple[Pending, torch.Tensor | None]:
+        """Hand rows of our landing (our own rows when there is none) to index i + step; receive from index i - step."""
+        if step >= self.per_node:
+            return Pending(), None
+        to = self._rank(self.node, self.index + step)
+        source = self._rank(self.node, self.index - step)
+        rows = self._of_landing(to, landing).take(self.shared if landing is None else landing.rows)
+        piece = self.pieces.get(self._rank(self.node - node_distance, self.index - step))
+        received = None if piece is None else self.buffer(len(piece.rows))
+        return self.transfer({to: rows}, {} if received is None else {source: received}, INSIDE), received
+
+    def arrivals(self) -> Iterator[Arrival]:
+        landing = None
+        for distance in range(self.link.nodes):
+            if distance > 0:
+                landing = self.landing
+                landing.pending.wait()
+                self.landing = self._post_across(distance + 1)
+                self.inside = self._post_inside(distance, 1, landing)
+                if landing.owner in self.pieces:
+                    where = self._of_landing(self.link.rank, landing)
+                    arrival = self.arrival(landing.owner, where.take(landing.rows))
+                    yield arrival
+                    if self.wire is not None:
+                        where.add(landing.total, arrival.gradient)
+            for step in range(1, self.per_node):
+                pending, rows = self.inside
+                pending.wait()
+                self.inside = self._post_inside(distance, step + 1, landing)
+                arrival = None
+                if rows is not None:
+                    arrival = self.arrival(self._rank(self.node - distance, self.index - step), rows)
+                    yield arrival
+                if self.wire is not None:
+                    self._give_back_inside(step, arrival, landing)
+            if self.wire is not None and landing is not None:
+                self._give_back_across(distance, landing)
+        self._take_back_inside()
+        self._take_back_across()
+
+    # -- gradients --
+
+    def _give_back_inside(self, step: int, arrival: Arrival | None, landing: Landing | None) -> None:
+        """Send a piece's gradient to its landing at index i - step; receive what index i + step computed for ours."""
+        self._take_back_inside()
+        to, source = self._rank(self.node, self.index + step), self._rank(self.node, self.index - step)
+        sends = {} if arrival is None else {source: arrival.gradient.to(self.wire.wire_dtype)}
+        where = self._of_landing(to, landing)
+        rows = self.buffer(where.count, self.wire.wire_dtype)
+        pending = self.transfer(sends, {to: rows}, GRADIENT_INSIDE)
+        self.returning_inside = Returning(pending, rows, where, self.returned if landing is None else landing.total)
+
+    def _give_back_across(self, distance: int, landing: Landing) -> None:
+        """Send the node's sum to the owner; receive the sum of node m + distance for our own rows."""
+        self._take_back_inside()  # the node's last contribution
+        self._take_back_across()
+        node = self.node + distance
+        where = self._of_node(node)
+        rows = self.buffer(where.count, self.wire.wire_dtype)
+        sends = {landing.owner: landing.total.to(self.wire.wire_dtype)}
+        pending = self.transfer(sends, {self._rank(node, self.index): rows}, SUM_ACROSS)
+        self.returning_across = Returning(pending, rows, where, self.returned)
+
+    def _take_back_inside(self) -> None:
+        if self.returning_inside is not None:
+            self.returning_inside.finish()
+            self.returning_inside = None
+
+    def _take_back_across(self) -> None:
+        if self.returning_across is not None:
+            self.returning_across.finish()
+            self.returning_across = None
