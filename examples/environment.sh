@@ -59,13 +59,17 @@ bdlm_write_state() {
     printf '%s\n' "$2" >"$1/.bdlm-environment.new" && mv -f -- "$1/.bdlm-environment.new" "$1/.bdlm-environment"
 }
 
+# True when an interpreter finds these modules (they are not imported, which would take seconds).
+bdlm_has_modules() {
+    "$1" -c 'import importlib.util as u, sys; sys.exit(not all(u.find_spec(m) for m in sys.argv[1:]))' "${@:2}" >/dev/null 2>&1
+}
+
 bdlm_is_complete() {
     local state
     [[ -f $1/.bdlm-environment ]] || return 1
     state=$(<"$1/.bdlm-environment")
     [[ $state == "$2" ]] || return 1
-    "$1/bin/python" -c 'import importlib.util as u, sys
-sys.exit(not all(u.find_spec(m) for m in ("torch", "megatron.core", "megatron.bdlm")))' >/dev/null 2>&1
+    bdlm_has_modules "$1/bin/python" torch megatron.core megatron.bdlm
 }
 
 # A folder that holds something else is never emptied.
@@ -121,8 +125,8 @@ bdlm_install() {
 bdlm_environment() {
     local venv=${BDLM_VENV:-$BDLM_ROOT/.venv} key
     if [[ -n ${BDLM_PYTHON:-} && ${BDLM_PYTHON:-} != "$venv/bin/python" ]]; then
-        if ! "$BDLM_PYTHON" -c 'import torch, megatron.core' >/dev/null 2>&1; then
-            bdlm_say "error: BDLM_PYTHON=$BDLM_PYTHON cannot import torch and megatron.core; unset it to have $venv made"
+        if ! bdlm_has_modules "$BDLM_PYTHON" torch megatron.core; then
+            bdlm_say "error: BDLM_PYTHON=$BDLM_PYTHON does not have torch and megatron.core; unset it to have $venv made"
             return 1
         fi
         BDLM_PYTHON=$(command -v -- "$BDLM_PYTHON")

@@ -1,14 +1,18 @@
+#!/usr/bin/env python3
 """Draw one or several runs from their TensorBoard files: loss, NELBO, masked cross entropy, throughput, NELBO by noise level.
 
     python tools/plot_run.py runs/quickstart/tensorboard --output runs/quickstart/run.png
     python tools/plot_run.py csbp=runs/a/tensorboard ring=runs/b/tensorboard --output compare.png
+    python tools/plot_run.py runs/quickstart/tensorboard --last "nelbo validation"
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-from megatron.bdlm.training.plots import PlotError, draw, read_run
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.bdlm.training.plots import PlotError, draw, last_value, read_run  # noqa: E402
 
 
 def main() -> int:
@@ -17,12 +21,17 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("run.png"), help="PNG file to write (default: %(default)s)")
     parser.add_argument("--unigram-entropy", type=float, help="nats per token; a horizontal line on the NELBO panel")
     parser.add_argument("--title", help="title of the figure (default: the names of the runs)")
+    parser.add_argument("--last", metavar="TAG", help="draw nothing: print the last value of this metric of each run")
     args = parser.parse_args()
     try:
         runs = []
         for text in args.runs:
             name, separator, folder = text.partition("=")
             runs.append(read_run(folder, name) if separator and not Path(text).is_dir() else read_run(text))
+        if args.last:
+            for run in runs:
+                print(last_value(run, args.last))
+            return 0
         report = draw(runs, args.output, args.unigram_entropy, args.title)
     except PlotError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -63,6 +63,14 @@ def test_tags_match_without_case_and_hyphens(tmp_path):
     assert found["NELBO"] == ["NELBO"] and found["Gradient norm"] == ["Grad-Norm"]
 
 
+def test_the_last_value_of_a_metric_is_printed(tmp_path):
+    write_events(tmp_path)
+    result = run_tool(tmp_path, "--last", "nelbo validation")
+    assert result.returncode == 0 and float(result.stdout) == pytest.approx(0.65)
+    result = run_tool(tmp_path, "--last", "nothing")
+    assert result.returncode == 1 and "no metric 'nothing'; there are clean tokens/s, lm loss," in result.stderr
+
+
 @pytest.mark.parametrize(
     "prepare, message",
     [

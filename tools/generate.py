@@ -1,0 +1,112 @@
+#!/usr/bin/env python3
+"""Sample continuations block by block from a checkpoint of pretrain_bdlm.py.
+
+    python tools/generate.py --load runs/quickstart/checkpoints --prompt "def main(" --max-new-tokens 64
+    torchrun --nproc-per-node 2 tools/generate.py --tensor-model-parallel-size 2 --load ... --prompt ...
+
+Block size, mask token and label shift are read from the checkpoint.
+"""
+
+import argparse
+import sys
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+warnings.filterwarnings("ignore")  # the engine warns at import about optional packages that sampling does not need
+
+from megatron.bdlm.platform import cpu  # noqa: E402
+
+ON_CPU = cpu.enable()  # before the engine is imported; nothing where CUDA is available
+
+import torch  # noqa: E402
+
+from megatron.bdlm.config import BDLMConfigError  # noqa: E402
+from megatron.bdlm.data.documents import DataError  # noqa: E402
+from megatron.bdlm.data.tokenizers import TokenizerSource, end_of_document_id, load_tokenizer  # noqa: E402
+from megatron.bdlm.generation import loading  # noqa: E402
+from megatron.bdlm.generation.policy import SamplingOptions  # noqa: E402
+from megatron.bdlm.generation.sampler import SamplingStatistics, sample  # noqa: E402
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--load", required=True, metavar="FOLDER", help="checkpoint folder (--save of the run, or one iter_* in it)")
+    parser.add_argument("--prompt", action="append", default=[], help="text to continue; may be given several times, sampled as one batch")
+    parser.add_argument("--prompt-file", action="append", default=[], type=Path, help="file whose whole text is a prompt; may be given several times")
+    parser.add_argument("--tokenizer-model", help="tokenizer folder or file, if it is no longer where the run had it")
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+
+    group = parser.add_argument_group("sampling", "without --steps, --tokens-per-step and --threshold one token is committed a step")
+    group.add_argument("--max-new-tokens", type=int, default=128, help="default: %(default)s")
+    group.add_argument("--steps", type=int, help="denoising steps a block, each with an equal share of its tokens")
+    group.add_argument("--tokens-per-step", type=int, help="tokens committed a step, the most confident first")
+    group.add_argument("--threshold", type=float, help="commit besides every token whose probability is at least this, for example 0.9")
+    group.add_argument("--temperature", type=float, default=0.0, help="0: the most probable token (default)")
+    group.add_argument("--top-p", type=float, default=1.0, help="sample from the smallest set of tokens with this probability (default: %(default)s)")
+    group.add_argument("--seed", type=int, default=1234)
+    group.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-document token")
+
+    group = parser.add_argument_group("checks", "the checkpoint's values are used; a different one given here is refused")
+    group.add_argument("--bdlm-block-size", type=int)
+    group.add_argument("--bdlm-mask-token-id", type=int)
+    group.add_argument("--bdlm-label-shift", choices=("none", "next"))
+    group.add_argument("--bdlm-clean-attention", choices=("block-causal", "token-causal"))
+    group.add_argument("--bdlm-noisy-attention", choices=("bidirectional", "causal"))
+    args = parser.parse_args()
+    if not args.prompt and not args.prompt_file:
+        parser.error("--prompt or --prompt-file is needed")
+    return args
+
+
+def report(statistics: SamplingStatistics) -> str:
+    return (
+        f"{statistics.new_tokens} tokens in {statistics.seconds:.2f} s ({statistics.tokens_per_second:.1f} tokens/s); "
+        f"{statistics.tokens_per_forward:.2f} tokens per forward; {statistics.forwards} forwards of the model, "
+        f"{statistics.clean_rows} clean and {statistics.noisy_rows} noisy rows"
+    )
+
+
+def main() -> int:
+    args = parse_arguments()
+    cpu.adapt_engine(ON_CPU)
+    checkpoint = loading.find_checkpoint(args.load)
+    saved = loading.saved_arguments(checkpoint)
+    rules = loading.block_rules(saved, {name: value for name, value in vars(args).items() if name.startswith("bdlm_")})
+    source = TokenizerSource(
+        saved.tokenizer_type, args.tokenizer_model or saved.tokenizer_model, saved.vocab_file, saved.merge_file, saved.vocab_size
+    )
+    tokenizer = load_tokenizer(source)
+    end = end_of_document_id(tokenizer)
+    options = SamplingOptions(
+        args.max_new_tokens, args.steps, args.tokens_per_step, args.threshold, args.temperature, args.top_p, args.seed,
+        eos_token_ids=() if end is None or args.ignore_eos else (end,),
+    )
+    texts = [*args.prompt, *(path.read_text(encoding="utf-8") for path in args.prompt_file)]
+    prompts = [list(map(int, tokenizer.tokenize(text))) for text in texts]
+
+    device = loading.initialize_processes(args.tensor_model_parallel_size, args.seed)
+    model = loading.load_model(checkpoint, saved, args.tensor_model_parallel_size, device)
+    first = torch.distributed.get_rank() == 0
+    longest = max(map(len, prompts)) + options.max_new_tokens
+    if first and longest > saved.seq_length:
+        print(f"note: {longest} tokens in all, but the model was trained on samples of {saved.seq_length}", file=sys.stderr)
+    result = sample(model, prompts, rules, options, device=device)
+    if first:
+        print(f"checkpoint {checkpoint}, block size {rules.block_size}, label shift {rules.label_shift}", file=sys.stderr)
+        for number, (text, sequence) in enumerate(zip(texts, result.sequences)):
+            tokens = [t for t in sequence.tokens if t not in options.eos_token_ids]
+            print(f"--- prompt {number}: {len(sequence.prompt)} tokens, {len(sequence.tokens)} new ({sequence.finish})")
+            print(text + tokenizer.detokenize(tokens))
+        print("---")
+        print(report(result.statistics))
+    torch.distributed.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (loading.LoadError, BDLMConfigError, DataError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
