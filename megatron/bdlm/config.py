@@ -167,7 +167,38 @@ class BDLMConfig:
             "--bdlm-loss-denominator", self.bdlm_loss_denominator,
             "a mean of block means has its own weights: --bdlm-loss-weight unit and --bdlm-views 1", "supervised",
         )
+        self.block_sizes()
         _require(self.bdlm_cross_entropy_chunk >= 0, "--bdlm-cross-entropy-chunk", self.bdlm_cross_entropy_chunk, "not negative", "4096")
+
+    def block_sizes(self) -> list[tuple[int, int]]:
+        """(first iteration, block size) pairs of the schedule, ascending; one pair without a schedule.
+
+        Raises:
+            BDLMConfigError: a pair that cannot be read, iterations that do not ascend from 0, or a last size other
+                than --bdlm-block-size, which is the size of the model that comes out.
+        """
+        text = self.bdlm_block_size_schedule
+        if text is None:
+            return [(0, self.bdlm_block_size)]
+        legal = f"0:1,1000:4,5000:{self.bdlm_block_size}"
+        try:
+            pairs = [(int(first), int(size)) for first, size in (pair.split(":") for pair in text.split(","))]
+        except ValueError:
+            raise BDLMConfigError(f"--bdlm-block-size-schedule {text}: ITERATION:SIZE pairs. A legal value: {legal}") from None
+        firsts = [first for first, _ in pairs]
+        _require(
+            firsts[0] == 0 and all(a < b for a, b in zip(firsts, firsts[1:])) and all(size >= 1 for _, size in pairs),
+            "--bdlm-block-size-schedule", text, "iterations ascend from 0, sizes are positive", legal,
+        )
+        _require(
+            pairs[-1][1] == self.bdlm_block_size,
+            "--bdlm-block-size-schedule", text, f"its last size must be --bdlm-block-size {self.bdlm_block_size}", legal,
+        )
+        return pairs
+
+    def block_size_at(self, iteration: int) -> int:
+        """Block size of a training iteration (from 0): a function of the iteration alone, so a resume keeps its place."""
+        return [size for first, size in self.block_sizes() if first <= iteration][-1]
 
     def resolved_strategy(self, context_parallel_size: int) -> tuple[str, int]:
         """The attention strategy and block-parallel size K for P = `context_parallel_size` ranks.

@@ -62,6 +62,9 @@ def test_stock_combination_passes():
         (dict(bdlm_diffusion_loss_weight=0.0), "--bdlm-diffusion-loss-weight 0.0"),
         (dict(bdlm_views=2, bdlm_corruption="uniform"), "--bdlm-views 2"),
         (dict(bdlm_cross_entropy_chunk=-1), "--bdlm-cross-entropy-chunk -1"),
+        (dict(bdlm_block_size_schedule="0:1,x"), "--bdlm-block-size-schedule 0:1,x: .* A legal value: 0:1,1000:4,5000:32"),
+        (dict(bdlm_block_size_schedule="5:1,10:32"), "--bdlm-block-size-schedule 5:1,10:32: iterations ascend from 0"),
+        (dict(bdlm_block_size_schedule="0:1,10:16"), "its last size must be --bdlm-block-size 32"),
     ],
 )
 def test_refused_options(values, message):
@@ -94,6 +97,12 @@ def test_strategy_follows_block_parallel_size(values, ranks, expected):
     assert BDLMConfig(**values).resolved_strategy(ranks) == expected
 
 
+def test_block_size_follows_its_schedule():
+    config = BDLMConfig(bdlm_block_size=32, bdlm_block_size_schedule="0:1,10:4,30:32")
+    assert [config.block_size_at(i) for i in (0, 9, 10, 29, 30, 1000)] == [1, 1, 4, 4, 32, 32]
+    assert BDLMConfig(bdlm_block_size=8).block_size_at(123) == 8
+
+
 def _parsed(monkeypatch, *flags):
     monkeypatch.setattr(sys, "argv", ["pretrain_bdlm.py", *flags])
     return parse_args(arguments.add_bdlm_arguments, ignore_unknown_args=True)
@@ -118,6 +127,10 @@ def test_engine_defaults(monkeypatch):
     "flags, message",
     [
         ("--seq-length 30 --context-parallel-size 4", "--seq-length 30: .*4 = 8. Nearest legal values: 24 or 32"),
+        (
+            "--seq-length 32 --bdlm-block-size 16 --bdlm-block-size-schedule 0:17,5:16",
+            "--bdlm-block-size-schedule 0:17,5:16: size 17 must divide --seq-length 32",
+        ),
         ("--seq-length 6 --context-parallel-size 4", "Nearest legal values: 8"),
         ("--seq-length 32 --context-parallel-size 4 --bdlm-block-size 16", "--bdlm-block-size 16: .* 2 blocks for 4 .* --bdlm-block-size 8"),
     ],

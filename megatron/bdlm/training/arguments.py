@@ -127,12 +127,23 @@ def _check_before_engine(args: Any) -> None:
             f"Nearest legal values: {nearest}"
         )
     config = config_from_args(args)
+    if length is None:
+        return
+    for _, size in config.block_sizes():
+        _check_block_size(size, length, ranks, config)
+
+
+def _check_block_size(size: int, length: int, ranks: int, config: BDLMConfig) -> None:
+    """A block size of the run against the sequence length and the block-parallel ranks."""
+    if config.bdlm_block_size_schedule is not None and length % size:
+        raise BDLMConfigError(
+            f"--bdlm-block-size-schedule {config.bdlm_block_size_schedule}: size {size} must divide --seq-length {length}. "
+            f"A legal value: {math.gcd(size, length)}"
+        )
     strategy, _ = config.resolved_strategy(ranks)
-    if length is not None and strategy in ("csbp", "bp"):
-        blocks = math.ceil(length / config.bdlm_block_size)
-        if blocks < ranks:
-            raise BDLMConfigError(
-                f"--bdlm-block-size {config.bdlm_block_size}: --seq-length {length} has {blocks} blocks for "
-                f"{ranks} block-parallel ranks; every rank needs one. "
-                f"A legal value: --bdlm-block-size {length // ranks}, or a --block-parallel-size of at most {blocks}"
-            )
+    blocks = math.ceil(length / size)
+    if strategy in ("csbp", "bp") and blocks < ranks:
+        raise BDLMConfigError(
+            f"--bdlm-block-size {size}: --seq-length {length} has {blocks} blocks for {ranks} block-parallel ranks; "
+            f"every rank needs one. A legal value: --bdlm-block-size {length // ranks}, or a --block-parallel-size of at most {blocks}"
+        )

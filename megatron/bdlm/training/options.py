@@ -13,7 +13,15 @@ from typing import Any, Optional
 
 from megatron.bdlm.config import BDLMConfig, BDLMConfigError
 
-MODEL_OPTIONS = ("bdlm_block_size", "bdlm_mask_token_id", "bdlm_label_shift", "bdlm_clean_attention", "bdlm_noisy_attention", "bdlm_keep_mask_logit")
+MODEL_OPTIONS = (
+    "bdlm_block_size",
+    "bdlm_block_size_schedule",
+    "bdlm_mask_token_id",
+    "bdlm_label_shift",
+    "bdlm_clean_attention",
+    "bdlm_noisy_attention",
+    "bdlm_keep_mask_logit",
+)
 """Options that belong to the model; a checkpoint's value wins over a default and refuses another flag value."""
 
 FILE_NAME = "bdlm_options.json"

@@ -21,6 +21,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import unwrap_model
+from megatron.training import get_args
 
 from megatron.bdlm.attention.core_attention import AttentionOptions, BlockDiffusionParams
 from megatron.bdlm.config import BDLMConfig
@@ -50,6 +51,11 @@ class Batch:
     training: bool
 
 
+def training_config(config: BDLMConfig, iteration: int) -> BDLMConfig:
+    """The options of a training iteration: the block size follows its schedule."""
+    return dataclasses.replace(config, bdlm_block_size=config.block_size_at(iteration), bdlm_block_size_schedule=None)
+
+
 def validation_config(config: BDLMConfig) -> BDLMConfig:
     """The objective of every validation: the NELBO of one view, with fixed noise over the whole range of t."""
     return dataclasses.replace(
@@ -61,7 +67,7 @@ def validation_config(config: BDLMConfig) -> BDLMConfig:
 def next_batch(data_iterator: Iterator[Sample], model: Any) -> Batch:
     """The next micro-batch of `data_iterator` for `model`, a pipeline stage (wrapped or not)."""
     stage = unwrap_model(model)
-    config = stage.bdlm if model.training else validation_config(stage.bdlm)
+    config = training_config(stage.bdlm, get_args().curr_iteration) if model.training else validation_config(stage.bdlm)
     samples, global_counts = _next_samples(data_iterator, stage, config, model.training)
     noisy = [_noised(sample, stage, config, model.training) for sample in _unstack(samples)]
     plan = _plan_of(samples, config, stage.config)
