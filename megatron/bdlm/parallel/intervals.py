@@ -68,8 +68,10 @@ class Intervals:
 
     def cut(self, *boundaries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The runs cut at every given token: (starts, stops), ascending, non-empty."""
-        marks = np.unique(np.concatenate([np.asarray(b, np.int64) for b in boundaries] + [self.starts]))
-        marks = marks[self.holds(marks)]
+        # most boundaries lie in other ranks' shares: drop them before sorting
+        inside = [np.asarray(b, np.int64)[self.holds(b)] for b in boundaries]
+        marks = np.sort(np.concatenate(inside + [self.starts]))
+        marks = marks[np.diff(marks, prepend=-1) > 0]
         run = np.searchsorted(self.starts, marks, side="right") - 1
         following = np.concatenate((marks[1:], marks[-1:] + 1)) if len(marks) else marks
         same_run = np.concatenate((run[1:] == run[:-1], [False])) if len(marks) else np.zeros(0, bool)
