@@ -1,0 +1,128 @@
+"""Block diffusion attention against the dense float64 oracle on 1, 2 and 4 processes, output and every gradient.
+
+The mask comes from the oracle's plain loops, so agreement here covers plan, rectangles, tiles, exchange and glue at once.
+"""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.bdlm.attention.functional import block_diffusion_attention
+from megatron.bdlm.attention.kernels import KernelUnavailable
+from megatron.bdlm.parallel.exchange import ExchangeError
+from megatron.bdlm.parallel.plan import SequencePlan
+from megatron.bdlm.testing.distributed import run_distributed
+from tests.attention.attention_cases import Case, errors, grid, run_case, run_cases_on_rank
+
+TOLERANCE = 1e-12
+
+
+def assert_exact(cases, results):
+    """results: per rank, per case."""
+    wrong = []
+    for number, case in enumerate(cases):
+        found = errors([shards[number] for shards in results], case)
+        wrong += [f"{case}: {found}"] if max(found.values()) > TOLERANCE else []
+    assert not wrong, f"{len(wrong)} of {len(cases)} cases are wrong:\n" + "\n".join(wrong[:10])
+
+
+@pytest.mark.parametrize("case", grid(1), ids=str)
+def test_one_process(case):
+    assert_exact([case], [[run_case(case, 1, 0)]])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_strategy_and_transport(size):
+    cases = grid(size)
+    assert_exact(cases, run_distributed(run_cases_on_rank, size, cases))
+
+
+@st.composite
+def random_cases(draw):
+    """Any sample on one process: documents, blocks, views, masks, windows, heads."""
+    lengths = draw(st.lists(st.integers(0, 17), min_size=1, max_size=4).filter(sum))
+    plan = dict(
+        seq_length=sum(lengths), documents=lengths, block_size=draw(st.integers(1, 9)), views=draw(st.sampled_from((1, 2))),
+        clean_attention=draw(st.sampled_from(("block-causal", "token-causal"))),
+        noisy_attention=draw(st.sampled_from(("bidirectional", "causal"))),
+        block_origin=draw(st.integers(0, 6)),
+    )
+    nk, g = draw(st.sampled_from((1, 2))), draw(st.sampled_from((1, 3)))
+    return Case(
+        plan, window=draw(st.none() | st.integers(1, 20)), queries=draw(st.sampled_from(("all", "noisy"))),
+        heads=(nk * g, nk, 8, draw(st.sampled_from((8, 4)))), seed=draw(st.integers(0, 9)),
+        kernel=draw(st.sampled_from(("torch", "math"))),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(random_cases())
+def test_random_samples_on_one_process(case):
+    assert_exact([case], [[run_case(case, 1, 0)]])
+
+
+def test_inputs_of_two_lengths_alternate():
+    cases = [Case(dict(seq_length=length, block_size=4)) for length in (32, 48, 32, 48)]
+    for case in cases:
+        assert_exact([case], [[run_case(case, 1, 0)]])
+
+
+def test_padding_sees_only_itself():
+    plan = SequencePlan.build(30, 4, row_multiple=16)
+    q, k, v = (torch.randn(plan.s_local, 1, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    out = block_diffusion_attention(q, k, v, plan)
+    padding = plan.rows < 0
+    assert padding.sum() == 4
+    torch.testing.assert_close(out[padding], v[padding].repeat_interleave(2, 2))
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert (dq[padding] == 0).all() and (dk[padding] == 0).all()
+    torch.testing.assert_close(dv[padding], torch.full_like(dv[padding], 2.0))
+
+    changed = [x.detach().clone() for x in (q, k, v)]
+    for x in changed:
+        x[padding] = 1e4
+    assert torch.equal(block_diffusion_attention(*changed, plan)[~padding], out[~padding])
+
+
+def test_calling_twice_and_double_use_of_an_output():
+    plan = SequencePlan.build(24, 4)
+    q, k, v = (torch.randn(48, 1, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    out = block_diffusion_attention(q, k, v, plan)
+    once = torch.autograd.grad(out.sum() + (2 * out).sum(), (q, k, v), retain_graph=True)
+    again = torch.autograd.grad(3 * block_diffusion_attention(q, k, v, plan).sum(), (q, k, v))
+    recomputed = torch.utils.checkpoint.checkpoint(block_diffusion_attention, q, k, v, plan, use_reentrant=False)
+    through_checkpoint = torch.autograd.grad(3 * recomputed.sum(), (q, k, v))
+    for first, second, third in zip(once, again, through_checkpoint):
+        torch.testing.assert_close(first, second)
+        torch.testing.assert_close(first, third)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (dict(transport="pigeon"), ExchangeError, "--bdlm-transport pigeon.*direct"),
+        (dict(kernel="pigeon"), KernelUnavailable, "--bdlm-attention-kernel pigeon.*auto"),
+        (dict(kernel="flash_attn"), KernelUnavailable, "--bdlm-attention-kernel flash_attn: cannot serve cpu"),
+        (dict(rows=9), ValueError, "q .9, 1, 2, 8.: must be .*48 local rows"),
+        (dict(key_heads=3), ValueError, "k has 3 heads"),
+        (dict(key_size=4), ValueError, "must have the head size of q, 8"),
+        (dict(key_dtype=torch.float64), ValueError, "must be like q, torch.float32"),
+        (dict(key_batch=2), ValueError, "as many samples as q, 1"),
+    ],
+)
+def test_refusals(changes, error, message):
+    options = dict(rows=48, key_heads=2, key_size=8, key_batch=1, key_dtype=torch.float32, transport="direct", kernel="auto")
+    options.update(changes)
+    plan = SequencePlan.build(24, 4)
+    q = torch.zeros(options["rows"], 1, 2, 8)
+    k = torch.zeros(options["rows"], options["key_batch"], options["key_heads"], options["key_size"], dtype=options["key_dtype"])
+    with pytest.raises(error, match=message):
+        block_diffusion_attention(q, k, torch.zeros_like(q), plan, transport=options["transport"], kernel=options["kernel"])
+
+
+def test_a_plan_over_several_ranks_needs_their_group():
+    plan = SequencePlan.build(24, 4, context_parallel_size=2)
+    x = torch.zeros(plan.s_local, 1, 2, 8)
+    with pytest.raises(ExchangeError, match="--context-parallel-size 2: the process group given to attention has 1 ranks"):
+        block_diffusion_attention(x, x, x, plan)
