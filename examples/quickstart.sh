@@ -77,13 +77,13 @@ BDLM_ARGS=(
 )
 
 TRAINING_ARGS=(
+    --train-iters "$TRAIN_ITERS"
     --micro-batch-size 4
     --global-batch-size 8
     --lr 3e-3
     --min-lr 3e-4
     --lr-decay-style cosine
-    --lr-decay-iters "$TRAIN_ITERS"
-    --lr-warmup-iters 10
+    --lr-warmup-fraction 0.05
     --weight-decay 0.1
     --adam-beta2 0.95
     --clip-grad 1.0
@@ -120,30 +120,34 @@ EVAL_AND_LOGGING_ARGS=(
 )
 
 # Lines of Megatron's output that are shown; all of it is in train.log.
-SHOWN=' iteration +[0-9]+/|validation loss at|(saving|successfully saved|loading|successfully loaded) .*checkpoint|^  bdlm_|block diffusion options|[A-Za-z]+Error: '
+SHOWN=' iteration +[0-9]+/|validation loss at|(saving|successfully saved|loading|successfully loaded) .*checkpoint|^  bdlm_|block diffusion options|[A-Za-z]+Error(: |$)'
 
-# Trains up to an iteration: from the newest checkpoint, or from random weights when there is none.
-train_until() {
-    local reached=0
-    [[ -s $RUN_DIR/checkpoints/latest_checkpointed_iteration.txt ]] &&
-        reached=$(<"$RUN_DIR/checkpoints/latest_checkpointed_iteration.txt")
-    if ((reached >= $1)); then
-        echo "already at iteration $reached"
-        return
-    fi
-    if ! torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_bdlm.py --train-iters "$1" \
+# Trains from the newest checkpoint, or from random weights when there is none; the arguments are further flags.
+train() {
+    if ! torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_bdlm.py "$@" \
         "${MODEL_ARGS[@]}" "${BDLM_ARGS[@]}" "${TRAINING_ARGS[@]}" "${MODEL_PARALLEL_ARGS[@]}" "${DATA_ARGS[@]}" \
         "${EVAL_AND_LOGGING_ARGS[@]}" 2>&1 | tee -a "$RUN_DIR/train.log" | { grep --line-buffered -E "$SHOWN" || true; }; then
         echo "error: training failed; the whole output is in $RUN_DIR/train.log" >&2
-        return 1
+        exit 1
     fi
 }
 
+REACHED=$(cat "$RUN_DIR/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
+HALF=$((TRAIN_ITERS / 2))
+
 stage "5/8 training, first half: context-sharded block parallelism on $NPROC processes"
-train_until $((TRAIN_ITERS / 2))
+if ((REACHED < HALF)); then
+    train --exit-interval "$HALF" # ends there with a checkpoint, as at the end of a job's time
+else
+    echo "done before: checkpoint of iteration $REACHED"
+fi
 
 stage "6/8 resume from the checkpoint, second half"
-train_until "$TRAIN_ITERS"
+if ((REACHED < TRAIN_ITERS)); then
+    train
+else
+    echo "done before: checkpoint of iteration $REACHED"
+fi
 
 stage "7/8 sampling block by block"
 python tools/generate.py --load "$RUN_DIR/checkpoints" --max-new-tokens 96 --threshold 0.9 \
