@@ -37,7 +37,8 @@ def main() -> int:
                 result = agreement(topology_run(topology, folder, args.iterations, args.script, tuple(args.flags)), reference)
             except RunFailure as failure:
                 failed += 1
-                print(f"{topology.name:42} FAILED: {str(failure).strip().splitlines()[-1]}", flush=True)
+                errors = [line for line in str(failure).splitlines() if "Error: " in line]
+                print(f"{topology.name:42} FAILED: {errors[0] if errors else failure}", flush=True)
                 continue
             good = max(result.loss, result.gradient_norm) <= args.tolerance
             failed += not good

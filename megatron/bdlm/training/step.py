@@ -35,6 +35,9 @@ from megatron.bdlm.training.hooks import RowCounter
 processed_rows = RowCounter()
 """Rows that this rank has put through its model in the current iteration."""
 
+VALIDATION_METRICS = ("lm loss", "nelbo", "masked cross entropy")
+"""What validation reports; the engine prints the exponential of each, so that of `nelbo` is the perplexity bound."""
+
 Sample = dict[str, torch.Tensor]
 
 
@@ -93,7 +96,10 @@ def next_batch(data_iterator: Iterator[Sample], model: Any) -> Batch:
 
 def batch_loss(batch: Batch, nll: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """(sum, count, metrics) for the engine out of the scored rows' negative log-likelihoods [n]."""
-    return block_diffusion_loss(nll, batch.rows, batch.config, batch.global_counts, diagnostics=batch.training)
+    loss, count, metrics = block_diffusion_loss(nll, batch.rows, batch.config, batch.global_counts, diagnostics=batch.training)
+    if not batch.training:
+        metrics = {name: metrics[name] for name in VALIDATION_METRICS if name in metrics}
+    return loss, count, metrics
 
 
 def _unstack(samples: Sample) -> list[dict[str, np.ndarray]]:
