@@ -86,18 +86,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, chunk, vocabulary, reduce_hidden_grad):
         ctx.chunk, ctx.vocabulary, ctx.reduce_hidden_grad = chunk, vocabulary, reduce_hidden_grad
-        accumulate = torch.promote_types(hidden.dtype, torch.float32)
         column, here = vocabulary.locate(targets)
-        lse = hidden.new_full(targets.shape, -torch.inf, dtype=accumulate)
-        target_logit = torch.where(here, hidden.new_zeros(targets.shape, dtype=accumulate), -torch.inf)
-        for rows in _chunks(hidden.shape[0], chunk):
-            if vocabulary.valid == 0:
-                break
-            logits = _logits(hidden[rows], weight, vocabulary)  # [c, v]
-            picked = logits.gather(1, column[rows, None]).squeeze(1)
-            target_logit[rows] = torch.where(here[rows], picked, -torch.inf)
-            lse[rows] = _logsumexp_(logits)
-        lse, target_logit = _combine(lse, target_logit, here, vocabulary)
+        lse = hidden.new_full(targets.shape, -torch.inf, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        target_logit = lse.clone()
+        for rows in _chunks(hidden.shape[0], chunk, vocabulary):
+            lse[rows], target_logit[rows] = _forward_rows(hidden[rows], weight, column[rows], vocabulary)
+        lse, target_logit = _combine(lse, target_logit.masked_fill_(~here, -torch.inf), here, vocabulary)
         ctx.save_for_backward(hidden, weight, targets, lse)
         return lse - target_logit
 
@@ -105,33 +99,55 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_nll):
         hidden, weight, targets, lse = ctx.saved_tensors
         vocabulary: _Vocabulary = ctx.vocabulary
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
         column, here = vocabulary.locate(targets)
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden) if need_hidden else None
-        # float32 sums for 16-bit weights: thousands of chunks would drown in bf16
+        # float32 sums for 16-bit weights: the chunks' contributions would drown in bf16
         grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if need_weight else None
-        valid = vocabulary.valid
-        for rows in _chunks(hidden.shape[0], ctx.chunk):
-            if valid == 0:
-                break
-            logits = _logits(hidden[rows], weight, vocabulary)
-            grad = logits.sub_(lse[rows, None]).exp_()  # probabilities, [c, v]
-            grad.scatter_add_(1, column[rows, None], -here[rows, None].to(grad.dtype))
-            grad.mul_(grad_nll[rows, None])
-            narrow = grad.to(weight.dtype)  # a copy only for 16-bit types
-            if need_hidden:
-                torch.mm(narrow, weight[:valid], out=grad_hidden[rows])
-            if need_weight:
-                _add_product_(grad_weight[:valid], grad, narrow, hidden[rows])
+        for rows in _chunks(hidden.shape[0], ctx.chunk, vocabulary):
+            part = _Rows(hidden[rows], column[rows], here[rows], lse[rows], grad_nll[rows])
+            _backward_rows(part, weight, vocabulary, grad_hidden[rows] if need_hidden else None, grad_weight)
         if need_hidden and vocabulary.group is not None and ctx.reduce_hidden_grad and hidden.shape[0]:
             dist.all_reduce(grad_hidden, group=vocabulary.group)
-        if need_weight:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype) if need_weight else None, None, None, None, None
 
 
-def _chunks(rows: int, chunk: int) -> Iterator[slice]:
+@dataclass(frozen=True)
+class _Rows:
+    """What backward knows of one chunk of rows."""
+
+    hidden: Tensor  # [c, h]
+    column: Tensor  # [c] the target's local column
+    here: Tensor  # [c] bool: the target lies in this rank's slice
+    lse: Tensor  # [c] over the whole vocabulary
+    grad_nll: Tensor  # [c]
+
+
+def _forward_rows(hidden: Tensor, weight: Tensor, column: Tensor, vocabulary: _Vocabulary) -> tuple[Tensor, Tensor]:
+    """One chunk: local log-sum-exp [c] and the logit at `column` [c]. A function, so that its logits die with it."""
+    logits = _logits(hidden, weight, vocabulary)
+    picked = logits.gather(1, column[:, None]).squeeze(1)
+    return _logsumexp_(logits), picked
+
+
+def _backward_rows(
+    rows: _Rows, weight: Tensor, vocabulary: _Vocabulary, grad_hidden: Optional[Tensor], grad_weight: Optional[Tensor]
+) -> None:
+    """One chunk: d logits = grad_nll * (softmax - onehot); writes `grad_hidden` [c, h], adds to `grad_weight` [v, h]."""
+    grad = _logits(rows.hidden, weight, vocabulary).sub_(rows.lse[:, None]).exp_()
+    grad.scatter_add_(1, rows.column[:, None], -rows.here[:, None].to(grad.dtype))
+    grad.mul_(rows.grad_nll[:, None])
+    narrow = grad.to(weight.dtype)  # a copy only for 16-bit types
+    if grad_hidden is not None:
+        torch.mm(narrow, weight[: vocabulary.valid], out=grad_hidden)
+    if grad_weight is not None:
+        _add_product_(grad_weight[: vocabulary.valid], grad, narrow, rows.hidden)
+
+
+def _chunks(rows: int, chunk: int, vocabulary: _Vocabulary) -> Iterator[slice]:
+    """Row slices of a chunk each; none where this rank's slice of the vocabulary is all padding."""
     step = chunk if chunk > 0 else max(1, rows)
+    rows = rows if vocabulary.valid else 0
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
