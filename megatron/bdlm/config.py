@@ -117,6 +117,9 @@ class BDLMConfig:
     bdlm_attention_kernel: str = "auto"
     """Kernel of the dense attention tiles: auto, torch, flash_attn, transformer_engine, flex."""
 
+    bdlm_noisy_rows: Literal["targets", "all"] = "targets"
+    """Which blocks have noisy rows: those with a supervised token (prompts have none), or all."""
+
     bdlm_full_last_layer: bool = False
     """Compute clean rows of the last layer even when no loss needs them."""
 

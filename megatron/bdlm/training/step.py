@@ -25,10 +25,10 @@ from megatron.training import get_args
 
 from megatron.bdlm.attention.core_attention import AttentionOptions, BlockDiffusionParams
 from megatron.bdlm.config import BDLMConfig
-from megatron.bdlm.data.noise import VALIDATION_T_RANGE, Noised, corrupt
+from megatron.bdlm.data.noise import VALIDATION_T_RANGE, Noised, block_starts_of, corrupt
 from megatron.bdlm.data.pretraining import document_lengths
 from megatron.bdlm.objective.loss import GlobalCounts, ScoredRows, block_diffusion_loss, sample_counts, select_rows
-from megatron.bdlm.objective.targets import Targets, build_targets
+from megatron.bdlm.objective.targets import Targets, build_targets, target_blocks
 from megatron.bdlm.parallel.plan import SequencePlan
 from megatron.bdlm.training.hooks import RowCounter
 
@@ -38,7 +38,8 @@ processed_rows = RowCounter()
 VALIDATION_METRICS = ("lm loss", "nelbo", "masked cross entropy")
 """What validation reports; the engine prints the exponential of each, so that of `nelbo` is the perplexity bound."""
 
-Sample = dict[str, torch.Tensor]
+Sample = dict[str, torch.Tensor]  # of a micro-batch, stacked
+ArraySample = dict[str, np.ndarray]  # one of them
 
 
 @dataclass(frozen=True)
@@ -70,28 +71,30 @@ def validation_config(config: BDLMConfig) -> BDLMConfig:
 def next_batch(data_iterator: Iterator[Sample], model: Any) -> Batch:
     """The next micro-batch of `data_iterator` for `model`, a pipeline stage (wrapped or not)."""
     stage = unwrap_model(model)
-    config = training_config(stage.bdlm, get_args().curr_iteration) if model.training else validation_config(stage.bdlm)
-    samples, global_counts = _next_samples(data_iterator, stage, config, model.training)
-    noisy = [_noised(sample, stage, config, model.training) for sample in _unstack(samples)]
+    training = model.training
+    config = training_config(stage.bdlm, get_args().curr_iteration) if training else validation_config(stage.bdlm)
+    stacked, global_counts = _next_samples(data_iterator, stage, config, training)
+    samples = _unstack(stacked)
     plan = _plan_of(samples, config, stage.config)
+    noised = [_noised(sample, stage, config, training) for sample in samples]
     device = torch.device(torch.cuda.current_device())
 
     rows = None
     if stage.post_process:
         share = 1.0 / (get_num_microbatches() * parallel_state.get_data_parallel_world_size(with_context_parallel=True))
-        targets = [_targets(sample, noised, config) for sample, noised in zip(_unstack(samples), noisy)]
+        targets = [_targets(sample, noise, config) for sample, noise in zip(samples, noised)]
         rows = select_rows(targets, plan.rows, plan.scored_clean, share).to(device)
     input_ids = None
     if stage.pre_process:
-        streams = torch.stack([_global_rows(sample, noised) for sample, noised in zip(_unstack(samples), noisy)], dim=1)
+        streams = torch.stack([_global_rows(sample, noise) for sample, noise in zip(samples, noised)], dim=1)
         input_ids = plan.take(streams, 0).t().contiguous().to(device, non_blocking=True)
     params = BlockDiffusionParams.from_plan(
         plan, parallel_state.get_context_parallel_group(), _attention_options(config), device, _final_rows(plan, config, stage.config)
     )
-    if model.training:
-        processed_rows.add(plan.s_local * samples["tokens"].size(0))
-    positions = params.position_ids.expand(samples["tokens"].size(0), -1)
-    return Batch(input_ids, positions, params, rows, config, global_counts, model.training)
+    if training:
+        processed_rows.add(plan.s_local * len(samples))
+    positions = params.position_ids.expand(len(samples), -1)
+    return Batch(input_ids, positions, params, rows, config, global_counts, training)
 
 
 def batch_loss(batch: Batch, nll: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -102,60 +105,85 @@ def batch_loss(batch: Batch, nll: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return loss, count, metrics
 
 
-def _unstack(samples: Sample) -> list[dict[str, np.ndarray]]:
+def _unstack(samples: Sample) -> list[ArraySample]:
     """[b, ..] tensors -> b samples of arrays."""
     arrays = {name: value.numpy() for name, value in samples.items()}
     return [{name: value[i] for name, value in arrays.items()} for i in range(len(arrays["tokens"]))]
 
 
-def _documents(sample: dict[str, np.ndarray]) -> Optional[tuple[int, ...]]:
-    """Document lengths of a sample, padding as the last one; None for one stream."""
+@dataclass(frozen=True)
+class _Layout:
+    """What a sample decides about the plan; samples of one micro-batch must agree in it."""
+
+    documents: Optional[tuple[int, ...]]  # lengths, padding as the last one; None for one stream
+    restarts: tuple[int, ...]  # further tokens at which blocks start anew (turns of a conversation)
+    target_blocks: Optional[tuple[int, ...]]  # blocks with noisy rows; None for all
+
+
+def _documents(sample: ArraySample) -> Optional[tuple[int, ...]]:
     return tuple(document_lengths(sample["documents"])) if "documents" in sample else None
 
 
-def _noised(sample: dict[str, np.ndarray], stage: Any, config: BDLMConfig, training: bool) -> Noised:
+def _restarts(sample: ArraySample) -> tuple[int, ...]:
+    return tuple(np.flatnonzero(sample["restarts"]).tolist()) if "restarts" in sample else ()
+
+
+def _layout(sample: ArraySample, config: BDLMConfig) -> _Layout:
+    documents, restarts = _documents(sample), _restarts(sample)
+    if config.bdlm_noisy_rows == "all":
+        return _Layout(documents, restarts, None)
+    starts = block_starts_of(len(sample["tokens"]), config.bdlm_block_size, documents, restarts)
+    targets = target_blocks(sample["eligible"], starts, documents, config.bdlm_label_shift)
+    return _Layout(documents, restarts, None if len(targets) == len(starts) else tuple(targets.tolist()))
+
+
+def _noised(sample: ArraySample, stage: Any, config: BDLMConfig, training: bool) -> Noised:
+    documents, restarts = _documents(sample), _restarts(sample)
+    starts = block_starts_of(len(sample["tokens"]), config.bdlm_block_size, documents, restarts) if restarts else None
     return corrupt(
         sample["tokens"], sample["eligible"], config, config.bdlm_noise_seed, int(sample["sample_index"]), int(sample["epoch"]),
-        documents=_documents(sample), vocab_size=stage.tokenizer_tokens, purpose="train" if training else "validation",
+        block_starts=starts, documents=documents, vocab_size=stage.tokenizer_tokens,
+        purpose="train" if training else "validation",
     )
 
 
-def _targets(sample: dict[str, np.ndarray], noised: Noised, config: BDLMConfig) -> Targets:
+def _targets(sample: ArraySample, noised: Noised, config: BDLMConfig) -> Targets:
     return build_targets(sample["tokens"], sample["eligible"], noised, _documents(sample), config)
 
 
-def _global_rows(sample: dict[str, np.ndarray], noised: Noised) -> torch.Tensor:
+def _global_rows(sample: ArraySample, noised: Noised) -> torch.Tensor:
     """[(V+1)*L] ids in the global order [xt_1; ..; xt_V; x0]."""
     return torch.from_numpy(np.concatenate([noised.xt.reshape(-1), sample["tokens"]]))
 
 
-def _plan_of(samples: Sample, config: BDLMConfig, model_config: Any) -> SequencePlan:
+def _plan_of(samples: list[ArraySample], config: BDLMConfig, model_config: Any) -> SequencePlan:
     """The plan that every sample of the micro-batch shares.
 
     Raises:
-        ValueError: samples whose documents differ in one micro-batch.
+        ValueError: samples of one micro-batch whose documents, turns or supervised blocks differ.
     """
-    documents = {_documents(sample) for sample in _unstack(samples)}
-    if len(documents) > 1:
+    layouts = {_layout(sample, config) for sample in samples}
+    if len(layouts) > 1:
         raise ValueError(
-            f"--micro-batch-size {len(samples['tokens'])}: samples with separate documents differ in their rows and cannot share "
-            "a micro-batch. A legal value: 1"
+            f"--micro-batch-size {len(samples)}: samples whose documents, turns or supervised blocks differ have other rows and "
+            "cannot share a micro-batch. A legal value: 1"
         )
     tensor_ranks = model_config.tensor_model_parallel_size if model_config.sequence_parallel else 1
+    ranks = parallel_state.get_context_parallel_world_size()
     return _plan(
-        samples["tokens"].size(1), config.bdlm_block_size, config.bdlm_views, documents.pop(), config.bdlm_clean_attention,
-        config.bdlm_noisy_attention, config.resolved_strategy(parallel_state.get_context_parallel_world_size()), tensor_ranks,
-        parallel_state.get_context_parallel_rank(),
+        len(samples[0]["tokens"]), config.bdlm_block_size, config.bdlm_views, layouts.pop(), config.bdlm_clean_attention,
+        config.bdlm_noisy_attention, config.resolved_strategy(ranks), tensor_ranks, ranks, parallel_state.get_context_parallel_rank(),
     )
 
 
 @functools.lru_cache(maxsize=8)
-def _plan(length, block_size, views, documents, clean_attention, noisy_attention, strategy, row_multiple, rank) -> SequencePlan:
+def _plan(length, block_size, views, layout, clean_attention, noisy_attention, strategy, row_multiple, ranks, rank) -> SequencePlan:
     kind, slots = strategy
     return SequencePlan.build(
-        seq_length=length, block_size=block_size, context_parallel_size=parallel_state.get_context_parallel_world_size(),
-        block_parallel_size=slots, rank=rank, views=views, documents=documents, clean_attention=clean_attention, strategy=kind,
-        noisy_attention=noisy_attention, row_multiple=row_multiple,
+        seq_length=length, block_size=block_size, context_parallel_size=ranks, block_parallel_size=slots, rank=rank,
+        views=views, documents=layout.documents, clean_attention=clean_attention, strategy=kind,
+        target_blocks=layout.target_blocks, noisy_attention=noisy_attention, block_restarts=layout.restarts,
+        row_multiple=row_multiple,
     )
 
 
