@@ -200,6 +200,8 @@ class Groups:
 
     def expand(self, values: np.ndarray) -> np.ndarray:
         """[G] -> [L]: each token gets the value of its group."""
+        if self.size == 1:
+            return values
         if self.size is not None:
             return np.repeat(values, self.size)[: self.length]
         return np.repeat(values, np.diff(self.starts, append=self.length))
