@@ -94,10 +94,10 @@ def main() -> int:
     result = sample(model, prompts, rules, options, device=device)
     if first:
         print(f"checkpoint {checkpoint}, block size {rules.block_size}, label shift {rules.label_shift}", file=sys.stderr)
-        for number, (text, sequence) in enumerate(zip(texts, result.sequences)):
-            tokens = [t for t in sequence.tokens if t not in options.eos_token_ids]
+        for number, sequence in enumerate(result.sequences):
+            tokens = [t for t in (*sequence.prompt, *sequence.tokens) if t not in options.eos_token_ids]
             print(f"--- prompt {number}: {len(sequence.prompt)} tokens, {len(sequence.tokens)} new ({sequence.finish})")
-            print(text + tokenizer.detokenize(tokens))
+            print(tokenizer.detokenize(tokens))
         print("---")
         print(report(result.statistics))
     torch.distributed.destroy_process_group()
