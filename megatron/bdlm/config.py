@@ -10,6 +10,7 @@ streams xt_1..xt_V ("views").
 """
 
 import dataclasses
+import json
 from dataclasses import dataclass
 from typing import Any, Literal, Optional
 
@@ -43,6 +44,9 @@ class BDLMConfig:
 
     bdlm_tail_policy: Literal["ragged", "eos-fill", "pad"] = "ragged"
     """The last block of a document: kept short, filled with supervised EOS, or filled with invisible padding."""
+
+    bdlm_rope_parameters: Optional[str] = None
+    """Scaled rotary frequencies as JSON, in the words of a Hugging Face config: {"rope_type": "linear", "llama3" or "yarn", "factor": 8.0, ..}."""
 
     # ---- vocabulary ------------------------------------------------------------------------
     bdlm_mask_token_id: Optional[int] = None
@@ -171,6 +175,7 @@ class BDLMConfig:
             "a mean of block means has its own weights: --bdlm-loss-weight unit and --bdlm-views 1", "supervised",
         )
         self.block_sizes()
+        self.rope_parameters()
         _require(self.bdlm_cross_entropy_chunk >= 0, "--bdlm-cross-entropy-chunk", self.bdlm_cross_entropy_chunk, "not negative", "4096")
 
     def block_sizes(self) -> list[tuple[int, int]]:
@@ -198,6 +203,26 @@ class BDLMConfig:
             "--bdlm-block-size-schedule", text, f"its last size must be --bdlm-block-size {self.bdlm_block_size}", legal,
         )
         return pairs
+
+    def rope_parameters(self) -> Optional[dict[str, Any]]:
+        """Scaling of the rotary frequencies, None for the engine's own.
+
+        Raises:
+            BDLMConfigError: no JSON object, an unknown `rope_type`, or a parameter that the type needs and lacks.
+        """
+        text, flag = self.bdlm_rope_parameters, "--bdlm-rope-parameters"
+        if text is None:
+            return None
+        legal = '{"rope_type": "linear", "factor": 4.0}'
+        try:
+            parameters = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise BDLMConfigError(f"{flag} {text}: no JSON ({error}). A legal value: {legal}") from None
+        kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
+        _require(kind in ROPE_PARAMETERS, flag, text, "rope_type is one of " + ", ".join(ROPE_PARAMETERS), legal)
+        missing = [name for name in ROPE_PARAMETERS[kind] if not isinstance(parameters.get(name), (int, float))]
+        _require(not missing, flag, text, f"rope_type {kind} needs numbers for " + ", ".join(missing), legal)
+        return parameters
 
     def block_size_at(self, iteration: int) -> int:
         """Block size of a training iteration (from 0): a function of the iteration alone, so a resume keeps its place."""
@@ -230,6 +255,14 @@ class BDLMConfig:
 def _require(holds: bool, flag: str, value: object, rule: str, legal: str) -> None:
     if not holds:
         raise BDLMConfigError(f"{flag} {value}: {rule}. A legal value: {legal}")
+
+
+ROPE_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+"""Kinds of rotary scaling and the parameters that each needs."""
 
 
 RECIPES: dict[str, dict[str, Any]] = {

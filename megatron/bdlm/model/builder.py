@@ -17,9 +17,10 @@ from megatron.core.pipeline_parallel.utils import (
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
-from megatron.bdlm.config import BDLMConfig
+from megatron.bdlm.config import BDLMConfig, BDLMConfigError
 from megatron.bdlm.model.gpt import BlockDiffusionGPTModel
 from megatron.bdlm.model.layer_spec import block_diffusion_layer_spec
+from megatron.bdlm.model.rotary import attention_scale
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -56,6 +57,7 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
             padded_vocab_size = calculate_padded_vocab_size(
                 config.vocab_size, config.make_vocab_size_divisible_by, config.transformer.tensor_model_parallel_size
             )
+        _fold_attention_factor(config)
         return BlockDiffusionGPTModel(
             config=config.transformer,
             transformer_layer_spec=block_diffusion_layer_spec(config, vp_stage),
@@ -79,3 +81,24 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
             tokenizer_tokens=config.tokenizer_tokens,
             bdlm=config.bdlm,
         )
+
+
+def _fold_attention_factor(config: BlockDiffusionModelConfig) -> None:
+    """Put the attention factor of scaled rotary frequencies into the softmax scale; the same result if called again.
+
+    Raises:
+        BDLMConfigError: the factor would reach dimensions that are not rotated, or another scale is set.
+    """
+    scale = attention_scale(config.bdlm.rope_parameters(), config.transformer.kv_channels)
+    if scale is None:
+        return
+    if config.rotary_percent != 1.0:
+        raise BDLMConfigError(
+            f"--rotary-percent {config.rotary_percent}: the attention factor of --bdlm-rope-parameters needs every dimension "
+            "rotated. A legal value: 1.0"
+        )
+    if config.transformer.softmax_scale not in (None, scale):
+        raise BDLMConfigError(
+            f"--softmax-scale {config.transformer.softmax_scale}: --bdlm-rope-parameters implies {scale}. A legal value: unset"
+        )
+    config.transformer.softmax_scale = scale

@@ -51,6 +51,7 @@ class BlockDiffusionGPTModel(GPTModel):
             rope_scaling_factor=kwargs.get("rope_scaling_factor", 8.0),
             use_cpu_initialization=config.use_cpu_initialization,
             cp_group=self.pg_collection.cp,
+            rope_parameters=bdlm.rope_parameters(),
         )
 
     def forward(self, input_ids, position_ids, attention_mask=None, *, packed_seq_params, scored_rows=None, **kwargs):
