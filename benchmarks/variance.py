@@ -1,14 +1,15 @@
-"""Variance of the training loss and of its gradient under different noise: what clipping t and stratifying its draw buy.
+"""Variance of the training loss and its gradient under different noise: what clipping and stratifying t buy.
 
     python benchmarks/variance.py --output benchmarks/results/variance      # writes .json and .png
 
-For each block size a small byte-level model is trained with the linear schedule on text that every machine has (Python's
-own documentation topics). Then its weights stay fixed, and each kind of noise draws many batches:
+For each block size a small byte-level model is trained with the linear schedule on text that every machine has
+(Python's own documentation topics). Then its weights stay fixed, and each kind of noise draws many batches:
 
     loss variance       of the loss of a batch, data and noise redrawn
     gradient variance   E |g - E g|^2 / |E g|^2 over the same batches
 
-The model is plain PyTorch over the dense mask of the oracle: nothing here depends on the engine, only on noise and objective.
+The model is plain PyTorch over the dense mask of the oracle: nothing here depends on the engine, only on noise and
+objective.
 
 Shapes: b samples, L tokens, R = 2L rows [xt; x0], h hidden size.
 """
@@ -39,13 +40,15 @@ import matplotlib.pyplot as plt  # noqa: E402
 MASK = 256  # behind the bytes
 LENGTH, HIDDEN, HEADS, LAYERS, BATCH = 128, 96, 4, 2, 16
 
+LINEAR = "linear, t in [.001, 1]"
 KINDS = {
-    "linear, t in [.001, 1]": {},
+    LINEAR: {},
     "clipped, t in [.3, .8]": dict(bdlm_t_min=0.3, bdlm_t_max=0.8),
     "clipped, t in [.45, .95]": dict(bdlm_t_min=0.45, bdlm_t_max=0.95),
     "cosine": dict(bdlm_noise_schedule="cosine"),
     "linear, independent draws": dict(bdlm_noise_draw="uniform"),
 }
+TITLES = {"loss variance": "variance of a batch's loss", "gradient variance": "relative variance of the gradient"}
 CLIPPED = {4: "clipped, t in [.45, .95]", 16: "clipped, t in [.3, .8]"}  # the published ranges
 
 
@@ -150,12 +153,12 @@ def measure(model: Model, config: BDLMConfig, draws: int) -> dict[str, float]:
 def plot(results: dict, path: Path) -> None:
     sizes = list(results["block sizes"])
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2))
-    for axis, name in zip(axes, ("loss variance", "gradient variance")):
+    for axis, name in zip(axes, TITLES):
         for shift, kind in enumerate(KINDS):
             values = [results["block sizes"][size][kind][name] for size in sizes]
             axis.bar(np.arange(len(sizes)) + 0.16 * (shift - 2), values, width=0.15, label=kind)
         axis.set_xticks(range(len(sizes)), [f"S = {size}" for size in sizes])
-        axis.set_title({"loss variance": "variance of a batch's loss", "gradient variance": "relative variance of the gradient"}[name])
+        axis.set_title(TITLES[name])
         axis.grid(axis="y", alpha=0.3)
     axes[0].legend(fontsize=8)
     figure.tight_layout()
@@ -168,7 +171,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="training steps of each model")
     parser.add_argument("--draws", type=int, default=200, help="batches over which variances are taken")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/variance"), help="prefix of the .json and .png")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/variance"), help="path without suffix")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     results = {"steps": args.steps, "draws": args.draws, "tokens per batch": BATCH * LENGTH, "block sizes": {}}
@@ -189,8 +192,8 @@ def main() -> None:
     for size, clipped in CLIPPED.items():
         if size in results["block sizes"]:
             row = results["block sizes"][size]
-            ratios = [row[clipped][name] / row["linear, t in [.001, 1]"][name] for name in ("loss variance", "gradient variance")]
-            print(f"S = {size}: {clipped} against linear: loss variance x {ratios[0]:.2f}, gradient variance x {ratios[1]:.2f}")
+            ratios = [f"{name} x {row[clipped][name] / row[LINEAR][name]:.2f}" for name in TITLES]
+            print(f"S = {size}: {clipped} against linear: {', '.join(ratios)}")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,8 @@ def test_bits_are_frozen():
     """Fault D1, over machines and versions: the corrupted ids of one key are these, whatever draws them."""
     tokens, eligible = np.arange(1000) * 7919 % 1000, np.arange(1000) >= 3
     digest = hashlib.sha256()
-    for options in (dict(), dict(views=2, loss_weight="unit"), dict(force_one_corrupted=True, noise_level_per="document")):
+    variants = [dict(), dict(views=2, loss_weight="unit"), dict(force_one_corrupted=True, noise_level_per="document")]
+    for options in variants:
         noised = corrupt(tokens, eligible, make(block_size=7, **options), 1234, 17, 5, documents=[400, 0, 600])
         digest.update(noised.xt.astype("<i8").tobytes())
     uniform = make(corruption="uniform", loss_weight="unit")
@@ -178,7 +179,7 @@ def test_stratified_blocks_take_every_stratum_once(prompt):
 
 
 def test_stratified_level_is_independent_of_block_position():
-    """Mean level at each of 8 block positions over 20000 samples: 1/2 within 4 sigma (variance 1/12), and uncorrelated neighbours.
+    """Mean level at each of 8 block positions over 20000 samples: 1/2 within 4 sigma (variance 1/12).
 
     Blocks share out 8 strata without replacement: any two are correlated by -(63/64)/7 = -.14, whatever their distance.
     """
@@ -206,7 +207,7 @@ def test_levels_are_uniform_on_their_range(per, draw):
 
 
 def test_levels_per_sequence_are_a_low_discrepancy_sequence():
-    """Any 100 consecutive samples: every tenth of [0, 1) gets 10 levels, give or take 2 (independent draws: 3 is one sigma)."""
+    """Any 100 consecutive samples: every tenth of [0, 1) gets 10 levels, give or take 2 (drawn apart: 3 a sigma)."""
     tokens, eligible = sample(4)
     config = make(noise_level_per="sequence", t_min=1e-9)
     t = np.array([corrupt(tokens, eligible, config, 6, 10**12 + i).t[0, 0] for i in range(300)])
@@ -238,13 +239,14 @@ def test_corruption_frequency_is_p(name):
     p = NoiseSchedule(name).probability(noised.t[0])
     for low in np.arange(10) / 10:
         inside = (noised.t[0] >= low) & (noised.t[0] < low + 0.1)
-        within_4_sigma(noised.corrupted[0, inside].mean(), p[inside].mean(), np.mean(p[inside] * (1 - p[inside])), inside.sum())
+        q, corrupted = p[inside], noised.corrupted[0, inside]
+        within_4_sigma(corrupted.mean(), q.mean(), np.mean(q * (1 - q)), len(q))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("t_min, t_max", [(1e-3, 1.0), (0.3, 0.8)])
 def test_expected_nelbo_weight_is_one(name, t_min, t_max):
-    """Constant logits: the NELBO per token is ln n times this mean (one level a token, so that draws are independent)."""
+    """Constant logits: the NELBO per token is ln n times this mean (one level a token: independent draws)."""
     tokens, eligible = sample(400_000)
     noised = corrupt(tokens, eligible, make(block_size=1, noise_schedule=name, t_min=t_min, t_max=t_max), 8, 0)
     value = noised.range_factor * (noised.weight * noised.corrupted)[0].astype(np.float64)
@@ -365,7 +367,7 @@ def test_missing_mask_token_is_refused():
 
 
 def test_missing_vocabulary_is_refused():
-    with pytest.raises(ValueError, match="vocab_size None: uniform corruption needs"):
+    with pytest.raises(ValueError, match="vocab_size None: uniform corruption draws from its ids"):
         corrupt(*sample(4), make(corruption="uniform", loss_weight="unit"))
 
 

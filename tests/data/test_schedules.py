@@ -21,7 +21,7 @@ T = np.linspace(1e-3, 1.0, 4001)
         ("sqrt", 0.5, 2.0),
         # ln 1.25 / ln 2 = .2231436/.6931472, and 1/(1.25 * .2231436)
         ("log", 0.3219281, 3.5851369),
-        # 1 - .999 cos(pi/8) = 1 - .999 * .9238795, and .999 * pi/2 * sin(pi/8) / p = .999 * 1.5707963 * .3826834 / .0770444
+        # 1 - .999 cos(pi/8) = 1 - .999 * .9238795, and .999 * pi/2 * sin(pi/8) / p = .6005170 / .0770444
         ("cosine", 0.0770444, 7.7944280),
     ],
 )
@@ -45,7 +45,7 @@ def test_weight_is_the_logarithmic_derivative(name):
 
 
 def test_linear_weight_is_one_over_p():
-    """The published weight of the linear schedule: not p'/p = (1-eps)/p, which would lose the share eps of the bound."""
+    """The published weight of the linear schedule, not p'/p = (1-eps)/p, which loses the share eps of the bound."""
     schedule = NoiseSchedule("linear", 0.1)
     np.testing.assert_array_equal(schedule.weight(T), 1.0 / schedule.probability(T))
 
@@ -53,7 +53,7 @@ def test_linear_weight_is_one_over_p():
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("t_min, t_max", [(1e-3, 1.0), (0.3, 0.8), (0.45, 0.95), (0.5, 0.5), (1.0, 1.0)])
 def test_range_factor_makes_the_expected_weight_one(name, t_min, t_max):
-    """factor * E[w p] = 1 for t uniform on any range, in the first view (w p) and in the complementary one (w2 (1-p))."""
+    """factor * E[w p] = 1 for t uniform on any range, and in the complementary view factor * E[w2 (1-p)] = 1."""
     schedule = NoiseSchedule(name)
     t = t_min + (t_max - t_min) * (np.arange(200_000) + 0.5) / 200_000
     factor = schedule.range_factor(t_min, t_max)

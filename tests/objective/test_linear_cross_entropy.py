@@ -58,7 +58,8 @@ def test_excluded_and_padding_rows_get_no_gradient():
     hidden, weight, targets, grad = problem(forbidden=(5,))
     weight[5] *= 1000
     weight[VOCABULARY:] *= 1000
-    function = lambda h, w: linear_cross_entropy(h, w, targets, chunk=4, excluded_token=5, vocab_size=VOCABULARY)  # noqa: E731
+    options = dict(chunk=4, excluded_token=5, vocab_size=VOCABULARY)
+    function = lambda h, w: linear_cross_entropy(h, w, targets, **options)  # noqa: E731
     nll, grad_hidden, grad_weight = both_gradients(function, hidden, weight, grad)
     assert (grad_weight[5] == 0).all() and (grad_weight[VOCABULARY:] == 0).all()
     weight[5], weight[VOCABULARY:] = 0, 0
@@ -79,7 +80,8 @@ def _slices_of(group):
     for chunk, excluded, vocab_size in CASES:
         hidden, weight, targets, grad = problem(forbidden=(excluded,))
         for reduce in (True, False):
-            options = dict(chunk=chunk, excluded_token=excluded, vocab_size=vocab_size, tp_group=group, reduce_hidden_grad=reduce)
+            options = dict(chunk=chunk, excluded_token=excluded, vocab_size=vocab_size)
+            options |= dict(tp_group=group, reduce_hidden_grad=reduce)
             out.append(
                 both_gradients(
                     lambda h, w: linear_cross_entropy(h, w, targets, **options),
@@ -175,7 +177,8 @@ def test_bfloat16_sums_the_weight_gradient_in_float32():
     )[2]
     errors = []
     for chunk in (1, 512):
-        nll, _, grad_weight = both_gradients(lambda h, w: linear_cross_entropy(h, w, targets, chunk=chunk), hidden, weight, grad)
+        function = lambda h, w: linear_cross_entropy(h, w, targets, chunk=chunk)  # noqa: E731
+        nll, _, grad_weight = both_gradients(function, hidden, weight, grad)
         assert nll.dtype == torch.float32 and grad_weight.dtype == torch.bfloat16
         errors.append(((grad_weight.double() - reference).norm() / reference.norm()).item())
     assert errors[0] <= 1.1 * errors[1] and errors[1] < 0.01
@@ -183,7 +186,7 @@ def test_bfloat16_sums_the_weight_gradient_in_float32():
 
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 1.2), (torch.bfloat16, 1.7)])
 def test_peak_memory_is_one_chunk_of_logits(dtype, limit):
-    """Peak above inputs and results, forward and backward, in float32 [chunk, vocab] buffers; [rows, vocab] would be 16."""
+    """Peak above inputs and results, in float32 [chunk, vocab] buffers; [rows, vocab] would be 16 of them."""
     rows, vocabulary, hidden_size, chunk = 1024, 8192, 16, 64
     hidden = torch.randn(rows, hidden_size).to(dtype).requires_grad_()
     weight = torch.randn(vocabulary, hidden_size).to(dtype).requires_grad_()
@@ -191,7 +194,8 @@ def test_peak_memory_is_one_chunk_of_logits(dtype, limit):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         nll = linear_cross_entropy(hidden, weight, targets, chunk=chunk)
         nll.sum().backward()
-    events = sorted((e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
+    events = [event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
     live = peak = 0
     for event in events:
         live += event.nbytes()

@@ -1,7 +1,8 @@
 """Every published recipe on an example of at most 12 tokens, its numbers worked out in the docstring.
 
 The price of a row is agreed (hand.py): predicting token i costs i + 1 on a noisy row, (i + 1)/10 on a clean one.
-The linear schedule gives p(t) = .999 t + .001: p(.25) = .25075 (weight 3.988036), p(.5) = .5005 (1.998002), p(.8) = .8002 (1.249688).
+The linear schedule gives p(t) = .999 t + .001: p(.25) = .25075, p(.5) = .5005, p(.8) = .8002; the weights 1/p are
+3.988036, 1.998002 and 1.249688.
 """
 
 import numpy as np
@@ -30,7 +31,7 @@ def test_bd3lm():
 
 
 def test_sdar():
-    """Documents of 5 and 3 tokens, S = 4, t per document (.25 and .5). Blocks 0..3, 4, 5..7: block 4 is ragged, its one token forced.
+    """Documents of 5 and 3 tokens, S = 4, t per document (.25 and .5); blocks 0..3, 4 (its token is forced), 5..7.
 
     Tokens 0, 4, 6: (1 + 5) * 3.988036 + 7 * 1.998002 = 23.928215 + 13.986014 = 37.914229; over 8: 4.739279.
     """
@@ -48,7 +49,7 @@ def test_sdar_draws_one_level_a_document_and_forces_a_token():
 
 
 def test_fast_dllm_v2():
-    """8 tokens, S = 4, label shift: row i predicts token i+1. View 1 corrupts 0, 2, 3, 5, view 2 the others: 1, 4, 6, 7.
+    """8 tokens, S = 4, row i predicts token i+1. View 1 corrupts 0, 2, 3, 5, view 2 the others: 1, 4, 6, 7.
 
     Token 0 has no row. Tokens 1..7 are scored once over the pair with weight 1: 2 + 3 + .. + 8 = 35 over 7 = 5.
     Token 4, the first of block 1, is predicted by row 3 of view 2 (global row 8 + 3 = 11), in block 0.
@@ -106,7 +107,7 @@ def test_i_dlm():
 
 
 def test_mean_of_block_means():
-    """DiffusionGemma's loss: documents of 6 and 3 tokens, S = 4, the first two tokens a prompt, every supervised row scored.
+    """DiffusionGemma: documents of 6 and 3 tokens, S = 4, a prompt of 2, every supervised row scored.
 
     Document 0: block 0 scores tokens 2, 3: (3 + 4)/2 = 3.5; block 1 tokens 4, 5: (5 + 6)/2 = 5.5; mean 4.5.
     Document 1: tokens 6, 7, 8: 8. Over 2 documents: 6.25. Which tokens were replaced does not matter.
@@ -127,9 +128,9 @@ def test_uniform_corruption_scores_every_supervised_token():
 
 
 def test_complementary_views_with_the_nelbo_weight():
-    """4 tokens in a block at t = .25: view 1 corrupts token 0 (weight 1/p), view 2 tokens 1..3 (1/(1-p) = 1/.74925 = 1.334668).
+    """4 tokens at t = .25: view 1 corrupts token 0 (weight 1/p), view 2 tokens 1..3 (1/(1-p) = 1.334668).
 
-    Each view estimates the NELBO, the loss is their mean: (1 * 3.988036 + (2 + 3 + 4) * 1.334668) / 2 = 8.000024; over 4: 2.000006.
+    The loss is the mean of two estimates: (1 * 3.988036 + (2 + 3 + 4) * 1.334668) / 2 = 8.000024; over 4: 2.000006.
     The logged NELBO is view 1 alone: 3.988036 over 4.
     """
     config = make(views=2, block_size=4)

@@ -22,7 +22,7 @@ def test_no_shift_row_predicts_its_own_token():
 
 
 def test_shift_stays_inside_documents():
-    """Documents 0..2 and 3..5, all corrupted: rows 0, 1 predict 1, 2; rows 3, 4 predict 4, 5; tokens 0 and 3 have no row."""
+    """Documents 0..2 and 3..5, all corrupted: rows 0, 1, 3, 4 predict 1, 2, 4, 5; tokens 0 and 3 have no row."""
     config = make(block_size=2, label_shift="next")
     targets = targets_by_hand(config, 6, [range(6)], [1.0] * 6, documents=[3, 3])
     assert np.flatnonzero(targets.scored[0]).tolist() == [0, 1, 3, 4]
@@ -31,7 +31,7 @@ def test_shift_stays_inside_documents():
 
 
 def test_shifted_row_takes_weight_and_level_of_its_target():
-    """S = 2, t = .25 in block 0, .5 in block 1: row 1 stands in block 0 and predicts token 2 of block 1: weight 1/.5005."""
+    """S = 2, t = .25 and .5: row 1 stands in block 0 and predicts token 2 of block 1: weight 1/.5005."""
     config = make(block_size=2, label_shift="next")
     targets = targets_by_hand(config, 4, [[2]], [0.25, 0.25, 0.5, 0.5])
     assert np.flatnonzero(targets.scored[0]).tolist() == [1]
@@ -79,7 +79,7 @@ def test_inputs_are_not_mutated():
 def test_supervised_mask_token_is_refused():
     tokens = np.array([10, MASK, 12])
     config = make(block_size=4)
-    with pytest.raises(ValueError, match=f"--bdlm-mask-token-id {MASK}: supervised token 1 of the sample is the mask token"):
+    with pytest.raises(ValueError, match=f"--bdlm-mask-token-id {MASK}: supervised token 1 of the sample is the mask"):
         build_targets(tokens, np.ones(3, bool), noised_by_hand(config, 3, [[0]], [0.5] * 3), None, config)
 
 
@@ -113,7 +113,7 @@ def test_target_blocks_of_an_empty_sample():
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5), block=st.integers(1, 6), data=st.data(),
 )  # fmt: skip
 def test_against_plain_loops(recipe, lengths, block, data):
-    """Every row of every recipe against loops over (view, row), with documents of 0, 1, .. tokens and any eligibility."""
+    """Every row of every recipe against loops over (view, row); documents of 0, 1, .. tokens, any eligibility."""
     length = sum(lengths)
     eligible = np.array(data.draw(st.lists(st.booleans(), min_size=length, max_size=length)), dtype=bool)
     config = make(recipe, block_size=block)

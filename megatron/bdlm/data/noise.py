@@ -1,7 +1,7 @@
 """Stateless corruption: which tokens of a sample are corrupted, at which noise level, with which weight.
 
-`corrupt` is a pure function of (seed, global sample index, epoch, purpose, view): the corrupted ids are bit-identical on every
-rank of every layout, for every worker count, and after a resume. No generator has a state that could be lost.
+`corrupt` is a pure function of (seed, global sample index, epoch, purpose, view): the corrupted ids are bit-identical
+on every rank of every layout, for every worker count, and after a resume. No generator has a state that could be lost.
 
 Random bits come from Philox4x64, a counter-based generator. Key and counter of a stream (all unsigned 64-bit words):
 
@@ -9,10 +9,11 @@ Random bits come from Philox4x64, a counter-based generator. Key and counter of 
     counter = (0, stream + 256 * view, epoch, sample index)
 
 The first counter word counts the blocks of output, so that streams never overlap. Streams are drawn as 32-bit words
-(little-endian halves of the generator's raw output); a permutation is drawn by `RandomState`, whose stream NumPy keeps frozen.
+(little-endian halves of the generator's raw output); a permutation is drawn by `RandomState`, whose
+stream NumPy keeps frozen.
 
-One draw u in [0, 2^32) decides one token: it is corrupted when u < p * 2^32. p is computed in float64, so the last bit of a
-platform's log or cosine could matter only to a draw that equals the threshold exactly.
+One draw u in [0, 2^32) decides one token: it is corrupted when u < p * 2^32. p is computed in float64, so the last
+bit of a platform's log or cosine could matter only to a draw that equals the threshold exactly.
 
 Shapes: L tokens of a sample, V views, B blocks, G groups that share a noise level (blocks, documents or the sequence).
 """
@@ -101,8 +102,8 @@ def corrupt(
     groups = _level_groups(config.bdlm_noise_level_per, length, blocks, documents)
     schedule = NoiseSchedule(config.bdlm_noise_schedule, config.bdlm_noise_eps)
 
-    unit_G = _unit_levels(groups, eligible, config.bdlm_noise_draw, key, own_place=config.bdlm_noise_level_per == "block")
-    t_G = unit_G
+    own_place = config.bdlm_noise_level_per == "block"
+    t_G = _unit_levels(groups, eligible, config.bdlm_noise_draw, key, own_place)
     t_G *= t_max - t_min
     t_G += t_min
     draws = key.words(_TOKEN, length)
@@ -163,7 +164,7 @@ def document_starts(length: int, documents: Optional[Sequence[int]]) -> np.ndarr
         return np.zeros(1 if length else 0, dtype=np.int64)
     lengths = np.asarray(documents, dtype=np.int64)
     if lengths.sum() != length or (lengths < 0).any():
-        raise ValueError(f"documents: lengths must not be negative and must sum to {length}, they sum to {lengths.sum()}")
+        raise ValueError(f"documents: lengths, not negative, must sum to {length}, they sum to {lengths.sum()}")
     lengths = lengths[lengths > 0]
     return np.cumsum(lengths) - lengths
 
@@ -245,7 +246,7 @@ class _NoiseKey:
 def _checked(tokens: np.ndarray, eligible: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     tokens, eligible = np.asarray(tokens), np.asarray(eligible)
     if tokens.ndim != 1 or eligible.shape != tokens.shape:
-        raise ValueError(f"tokens {tokens.shape}, eligible {eligible.shape}: both must have one axis of the same length")
+        raise ValueError(f"tokens {tokens.shape}, eligible {eligible.shape}: both must have one axis, equally long")
     if not np.issubdtype(tokens.dtype, np.integer):
         raise TypeError(f"tokens: integer ids, got {tokens.dtype}")
     if eligible.dtype != np.bool_:
@@ -265,9 +266,10 @@ def _level_groups(per: str, length: int, blocks: Groups, documents: Optional[Seq
 def _unit_levels(groups: Groups, eligible: np.ndarray, draw: str, key: _NoiseKey, own_place: bool) -> np.ndarray:
     """[G] float64 in [0, 1): the noise levels before they are scaled to their range.
 
-    Stratified: the n groups that hold an eligible token get one level in each of the n strata [k/n, (k+1)/n), in a random
-    order. Inside its stratum the level of a block is independent (`own_place`); documents share one place in their strata,
-    which walks through a low-discrepancy sequence over samples (for one level a sample: that sequence itself).
+    Stratified: the n groups that hold an eligible token get one level in each of the n strata [k/n, (k+1)/n), in a
+    random order. Inside its stratum the level of a block is independent (`own_place`); documents share one place in
+    their strata, which walks through a low-discrepancy sequence over samples (for one level a sample: that sequence
+    itself).
     """
     count = len(groups.starts)
     levels = key.words(_LEVEL, count) * 2.0**-32
@@ -324,7 +326,7 @@ def _replace(
             )
         return _blend(tokens, mask, corrupted)
     if vocab_size is None or not 0 < vocab_size <= 2**32:
-        raise ValueError(f"vocab_size {vocab_size}: uniform corruption needs the size of the vocabulary. A legal value: 32000")
+        raise ValueError(f"vocab_size {vocab_size}: uniform corruption draws from its ids. A legal value: 32000")
     # the high half of a 32 x 32 bit product is uniform on [0, vocab_size) up to vocab_size / 2^32
     drawn = key.words(_REPLACEMENT, tokens.shape[0]).astype(np.uint64)
     drawn *= np.uint64(vocab_size)
@@ -333,7 +335,7 @@ def _replace(
 
 
 def _blend(tokens: np.ndarray, replacement: np.ndarray | int, corrupted: np.ndarray) -> np.ndarray:
-    """[V, L]: the replacement where corrupted, else the token. Arithmetic is 4 times as fast as a branch on random bits."""
+    """[V, L]: the replacement where corrupted, else the token (4 times as fast as branching on random bits)."""
     out = np.empty(corrupted.shape, dtype=tokens.dtype)
     np.subtract(replacement, tokens, out=out)
     out *= corrupted.view(np.int8)

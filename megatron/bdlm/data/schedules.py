@@ -11,9 +11,9 @@
 | cosine    | 1 - (1-eps) cos(pi t / 2)  | (1-eps) (pi/2) sin(pi t / 2) / p                          |
 
 With t uniform on [t_min, t_max] a token contributes E[w p] = E[w(t) p(t)] units of cross entropy. That mean is one for
-the linear schedule on every range. The others miss it by what the range cuts off: `range_factor` is its inverse, so that
-`range_factor * w` gives exactly ln n per token for constant logits over n candidates, on every range. (On the p axis it is the
-average of (1/p) E[sum of the corrupted tokens' losses] over [p(t_min), p(t_max)].)
+the linear schedule on every range. The others miss it by what the range cuts off: `range_factor` is its inverse, so
+that `range_factor * w` gives exactly ln n per token for constant logits over n candidates, on every range. (On the p
+axis it is the average of (1/p) E[sum of the corrupted tokens' losses] over [p(t_min), p(t_max)].)
 
 Shapes: everything is elementwise on numpy arrays (float64).
 """
@@ -35,13 +35,14 @@ class NoiseSchedule:
 
     def __post_init__(self) -> None:
         if self.name not in SCHEDULES:
-            raise ValueError(f"--bdlm-noise-schedule {self.name}: known schedules: {', '.join(SCHEDULES)}. A legal value: linear")
+            known = ", ".join(SCHEDULES)
+            raise ValueError(f"--bdlm-noise-schedule {self.name}: known schedules: {known}. A legal value: linear")
 
     def probability(self, t: np.ndarray) -> np.ndarray:
         """p(t), the probability that an eligible token is corrupted."""
         t = np.asarray(t, dtype=np.float64)
         if self.name == "linear":
-            # (1-eps) t + eps written as 1 - (1-eps)(1-t): exactly 1 at t = 1; in place, these arrays can be as long as a sample
+            # (1-eps) t + eps written as 1 - (1-eps)(1-t): exactly 1 at t = 1; in place: as long as a sample at S = 1
             p = 1.0 - t
             p *= self.eps - 1.0
             p += 1.0

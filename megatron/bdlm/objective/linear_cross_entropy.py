@@ -2,14 +2,15 @@
 
     nll_i = logsumexp_v(hidden_i . weight_v) - hidden_i . weight_{target_i}
 
-Logits exist for `chunk` rows at a time, in forward and again in backward (recomputed: the incoming gradient of each row is only
-known then, and saving them would cost [rows, vocab]). Peak extra memory is one float32 [chunk, vocab/TP] buffer, plus its
-half-size copy in the weight's type when that is 16 bits wide.
+Logits exist for `chunk` rows at a time, in forward and again in backward (recomputed: the incoming gradient of each
+row is only known then, and saving them would cost [rows, vocab]). Peak extra memory is one float32 [chunk, vocab/TP]
+buffer, plus its half-size copy in the weight's type when that is 16 bits wide.
 
-Each rank of the tensor-parallel group holds an equal slice of the vocabulary. Only numbers per row are exchanged, once for all
-chunks: the maximum, and the sum of exponentials beside the target's logit. The gradient of `hidden` is summed over the group.
+Each rank of the tensor-parallel group holds an equal slice of the vocabulary. Only numbers per row are exchanged, once
+for all chunks: the maximum, and the sum of exponentials beside the target's logit. The gradient of `hidden` is summed
+over the group.
 
-Shapes: n rows, h hidden size, v rows of the weight on this rank (global ids rank*v .. (rank+1)*v - 1), c rows of a chunk.
+Shapes: n rows, c rows of a chunk, h hidden size, v rows of the weight on this rank (ids rank*v .. (rank+1)*v - 1).
 """
 
 from dataclasses import dataclass
@@ -69,8 +70,8 @@ def linear_cross_entropy(
         reduce_hidden_grad: sum the gradient of `hidden` over `tp_group`; off when the caller does (sequence parallel).
 
     Returns:
-        [n] float32 (float64 for float64 inputs). Empty, with a graph, for n = 0. The value for a target that is excluded or
-        padding is infinite: the caller never scores one.
+        [n] float32 (float64 for float64 inputs). Empty, with a graph, for n = 0. The value for a target that is
+        excluded or padding is infinite: the caller never scores one.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}: expected [n, h] and [v, h]")
@@ -133,7 +134,7 @@ def _forward_rows(hidden: Tensor, weight: Tensor, column: Tensor, vocabulary: _V
 def _backward_rows(
     rows: _Rows, weight: Tensor, vocabulary: _Vocabulary, grad_hidden: Optional[Tensor], grad_weight: Optional[Tensor]
 ) -> None:
-    """One chunk: d logits = grad_nll * (softmax - onehot); writes `grad_hidden` [c, h], adds to `grad_weight` [v, h]."""
+    """One chunk: d logits = grad_nll * (softmax - onehot); writes `grad_hidden` [c, h], adds to `grad_weight`."""
     grad = _logits(rows.hidden, weight, vocabulary).sub_(rows.lse[:, None]).exp_()
     grad.scatter_add_(1, rows.column[:, None], -rows.here[:, None].to(grad.dtype))
     grad.mul_(rows.grad_nll[:, None])

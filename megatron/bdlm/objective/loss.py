@@ -2,18 +2,20 @@
 
     loss = w_d * S_d / N_d + w_c * S_c / N_c
 
-S_d = sum of weight * nll over noisy rows, N_d = counted tokens (supervised, or corrupted); S_c, N_c: the same for the next-token
-loss on clean rows; w_d, w_c: `--bdlm-diffusion-loss-weight`, `--bdlm-clean-loss-weight`. All four totals are over data and
-context parallel ranks and micro-batches.
+S_d = sum of weight * nll over noisy rows, N_d = counted tokens (supervised, or corrupted); S_c, N_c: the same for the
+next-token loss on clean rows; w_d, w_c: `--bdlm-diffusion-loss-weight`, `--bdlm-clean-loss-weight`. All four totals
+are over data and context parallel ranks and micro-batches.
 
-The engine (with --calculate-per-token-loss) adds the gradients of the returned sums everywhere and divides them once by the
-sum of the returned counts, N = max(N_d, 1). One divisor cannot serve two denominators, so the clean part carries the ratio:
+The engine (with --calculate-per-token-loss) adds the gradients of the returned sums everywhere and divides them once
+by the sum of the returned counts, N = max(N_d, 1). One divisor cannot serve two denominators, so the clean part
+carries the ratio:
 
     returned sum = w_d * S_d + (w_c * N / N_c) * S_c,   returned count = the rank's share of N_d
 
-which is exact, because N_d and N_c are known before the step: they count tokens of the global batch, a matter of eligibility
-(and of the noise, for the `masked` denominator), not of the model. `sample_counts` counts one sample; the caller sums over the
-global batch (all micro-batches of its data-parallel rank, one all-reduce over data-parallel ranks) and passes `GlobalCounts`.
+which is exact, because N_d and N_c are known before the step: they count tokens of the global batch, a matter of
+eligibility (and of the noise, for the `masked` denominator), not of the model. `sample_counts` counts one sample; the
+caller sums over the global batch (all micro-batches of its data-parallel rank, one all-reduce over data-parallel
+ranks) and passes `GlobalCounts`.
 
 Shapes: n selected rows of this rank, over all samples of the micro-batch.
 """
@@ -62,7 +64,7 @@ class ScoredRows:
     counts: GlobalCounts  # this rank's share of the denominators
     supervised: int  # supervised tokens that this rank's noisy rows predict, each once over the views
     masked: int  # corrupted tokens that its noisy rows predict, over all views
-    share: float = 1.0  # this part's share of the global batch: 1 / (micro-batches * data-parallel * context-parallel ranks)
+    share: float = 1.0  # of this part in the global batch: 1 / (micro-batches * data- * context-parallel ranks)
 
     def to(self, device: torch.device | str) -> "ScoredRows":
         """The same on another device."""
@@ -86,7 +88,8 @@ def select_rows(
         samples: the b samples of the micro-batch.
         rows: [s_local], or [b, s_local] where every sample has its own plan: indices in the global order
             [xt_1; ..; xt_V; x0], -1 for padding (`SequencePlan.rows`).
-        scored_clean: bool, shaped like `rows`: clean rows whose loss this rank owns (`SequencePlan.scored_clean`); None: all.
+        scored_clean: bool, shaped like `rows`: clean rows whose loss this rank owns
+            (`SequencePlan.scored_clean`); None: all.
         share: see `ScoredRows.share`.
     """
     rows = np.asarray(rows)
@@ -146,12 +149,12 @@ def block_diffusion_loss(
         rows: the selected rows.
         config: factors of the two losses.
         global_counts: denominators of the whole global batch; needed only when clean rows are scored.
-        diagnostics: also return counters and the NELBO by noise level; off in validation, where the engine takes every entry
-            for a loss and prints its exponential.
+        diagnostics: also return counters and the NELBO by noise level; off in validation, where the engine takes
+            every entry for a loss and prints its exponential.
 
     Returns:
-        sum (connected to `nll` even when no row is selected), count (int tensor), metrics: name -> [sum, count] pairs, which
-        the engine adds up over micro-batches and ranks.
+        sum (connected to `nll` even when no row is selected), count (int tensor), metrics: name -> [sum, count]
+        pairs, which the engine adds up over micro-batches and ranks.
     """
     if nll.shape != rows.weight.shape:
         raise ValueError(f"nll {tuple(nll.shape)}: expected {tuple(rows.weight.shape)}, one value a selected row")
@@ -174,8 +177,8 @@ def _clean_factor(config: BDLMConfig, global_counts: Optional[GlobalCounts]) -> 
     """w_c * N / N_c with N = max(N_d, 1), the engine's divisor (module docstring)."""
     if global_counts is None:
         raise ValueError(
-            f"--bdlm-clean-loss-weight {config.bdlm_clean_loss_weight}: the loss on clean rows has its own denominator and needs "
-            f"the counts of the whole global batch (global_counts). A legal value: 0"
+            f"--bdlm-clean-loss-weight {config.bdlm_clean_loss_weight}: the loss on clean rows has its own denominator "
+            f"and needs the counts of the whole global batch (global_counts). A legal value: 0"
         )
     if global_counts.clean == 0:
         return 0.0
@@ -199,12 +202,12 @@ def _losses(nll: Tensor, diffusion: Tensor, rows: ScoredRows, config: BDLMConfig
 
 def _diagnostics(nll: Tensor, rows: ScoredRows, config: BDLMConfig) -> dict[str, Tensor]:
     """Counters, and the NELBO by noise level."""
-    empty = float(rows.counts.noisy == 0)
-    out = {
-        "masked fraction": torch.tensor([float(rows.masked), float(rows.supervised * config.bdlm_views)], device=nll.device),
-        "supervised tokens": torch.tensor([float(rows.supervised), rows.share], device=nll.device),
-        "parts without supervised tokens": torch.tensor([empty, rows.share], device=nll.device),
+    pairs = {
+        "masked fraction": (rows.masked, rows.supervised * config.bdlm_views),
+        "supervised tokens": (rows.supervised, rows.share),
+        "parts without supervised tokens": (rows.counts.noisy == 0, rows.share),
     }
+    out = {name: torch.tensor(pair, dtype=torch.float32, device=nll.device) for name, pair in pairs.items()}
     if config.bdlm_corruption != "absorbing":
         return out
     bucket = (rows.t * T_BUCKETS).long().clamp_(max=T_BUCKETS - 1)

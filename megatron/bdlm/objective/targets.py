@@ -1,10 +1,11 @@
 """What each row of a sample predicts, with which weight, and what it counts for.
 
-Everything here speaks of one whole sample in the global row order [xt_1; ..; xt_V; x0] (leading axis V+1, then L tokens) and
-does not know which rank holds a row: `select_rows` picks the rows of one rank afterwards.
+Everything here speaks of one whole sample in the global row order [xt_1; ..; xt_V; x0] (leading axis V+1, then L
+tokens) and does not know which rank holds a row: `select_rows` picks the rows of one rank afterwards.
 
-A noisy row i predicts token i, or token i+1 of the same document with the label shift `next`; a clean row always predicts token
-i+1. A row carries the weight and the noise level of the token that it predicts, whichever block the row itself stands in.
+A noisy row i predicts token i, or token i+1 of the same document with the label shift `next`; a clean row always
+predicts token i+1. A row carries the weight and the noise level of the token that it predicts, whichever block the
+row itself stands in.
 
 | array      | noisy row of view v                                       | clean row (with --bdlm-clean-loss-weight)  |
 |------------|-----------------------------------------------------------|--------------------------------------------|
@@ -116,8 +117,8 @@ def target_blocks(
 ) -> np.ndarray:
     """Blocks whose noisy rows are needed: some row of theirs predicts a supervised token.
 
-    The other blocks (prompts) need no noisy rows at all. A matter of eligibility alone, so that a plan does not depend on the
-    draw. With the label shift, the row that predicts a block's first token stands in the block before:
+    The other blocks (prompts) need no noisy rows at all. A matter of eligibility alone, so that a plan does not
+    depend on the draw. With the label shift, the row that predicts a block's first token stands in the block before:
     8 tokens, S = 4, tokens 4..7 supervised: block 1, and with `next` blocks 0 and 1.
 
     Args:
