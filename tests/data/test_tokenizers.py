@@ -144,5 +144,7 @@ def test_sources_that_cannot_load_are_refused(source, message):
 
 
 def test_missing_folder_is_refused(tmp_path):
-    with pytest.raises(DataError, match="cannot load it"):
+    with pytest.raises(DataError, match="--tokenizer-model .*nowhere: no such local folder"):
         load_tokenizer(TokenizerSource(tokenizer_model=str(tmp_path / "nowhere")))
+    with pytest.raises(DataError, match="HuggingFaceTokenizer cannot load it"):
+        load_tokenizer(TokenizerSource(tokenizer_model=str(tmp_path)))

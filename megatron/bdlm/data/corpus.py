@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.bdlm.data.documents import DataError
+from megatron.bdlm.data.partial import partial_output
 
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
@@ -82,10 +83,8 @@ def build_corpus(
         DataError: no document was found.
     """
     folder = source or standard_library()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(f"{output.name}.partial-{os.getpid()}")
     documents = text_bytes = skipped = 0
-    try:
+    with partial_output(output) as partial:
         with open(partial, "w", encoding="utf-8") as stream:
             for document in _documents(folder, source_files(folder, suffix, with_tests), say):
                 if document is None:
@@ -101,6 +100,4 @@ def build_corpus(
             limit = "" if size_limit is None else f" within {size_limit} bytes"
             raise DataError(f"{folder}: no readable file that ends in {suffix}{limit}")
         os.replace(partial, output)
-    finally:
-        partial.unlink(missing_ok=True)
     return CorpusSummary(documents, text_bytes, skipped)

@@ -8,6 +8,7 @@ unchanged; what needs the manifest is then not checked.
     idx: 9 magic, 8 version, 1 dtype code, 8 sequences n, 8 boundaries d, 4n lengths, 8n offsets, 8d boundaries, (n modes)
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,6 +21,7 @@ from typing import Any, Optional
 import numpy as np
 
 from megatron.bdlm.data.documents import DataError
+from megatron.bdlm.data.partial import partial_output
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER_BYTES = 34
@@ -155,8 +157,8 @@ class IndexedWriter:
         for path in self.final:
             if path.exists() and not overwrite:
                 raise DataError(f"--output-prefix {prefix}: {path} exists already; give another prefix or --overwrite")
-        self.final[0].parent.mkdir(parents=True, exist_ok=True)
-        self.partial = [path.with_name(f"{path.name}.partial-{os.getpid()}") for path in self.final]
+        self._open = contextlib.ExitStack()
+        self.partial = [self._open.enter_context(partial_output(path)) for path in self.final]
         self.dtype = np.dtype(DType.optimal_dtype(vocab_size))
         self._builder = IndexedDatasetBuilder(str(self.partial[0]), dtype=self.dtype.type)
 
@@ -165,8 +167,7 @@ class IndexedWriter:
 
     def __exit__(self, *_: object) -> None:
         self._builder.data_file.close()
-        for path in self.partial:
-            path.unlink(missing_ok=True)
+        self._open.close()
 
     def add_document(self, ids: np.ndarray) -> None:
         """Append one document, int ids that fit the vocabulary."""

@@ -21,6 +21,7 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron.bdlm import __version__
+from megatron.bdlm.data.command import STOP_SIGNALS, stop_signals_deferred
 from megatron.bdlm.data.documents import DataError, Record, input_files, iterate_records, record_text
 from megatron.bdlm.data.indexed import IndexedWriter
 from megatron.bdlm.data.tokenizers import (
@@ -105,6 +106,7 @@ def _start_worker(options: PreprocessOptions) -> None:
     # The parent cleans up on Ctrl-C and ends its workers; their own tracebacks would only hide its message.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder = Encoder(options)
 
@@ -126,6 +128,14 @@ def _chunks(records: Iterator[Record]) -> Iterator[list[Record]]:
         yield chunk
 
 
+def _start_pool(options: PreprocessOptions) -> ProcessPoolExecutor:
+    """Workers, all running; a signal waits until they are: one that is forked but not known yet would never be ended."""
+    pool = ProcessPoolExecutor(options.workers, multiprocessing.get_context("fork"), _start_worker, (options,))
+    with stop_signals_deferred():
+        pool.submit(os.getpid)  # the first task forks all of them
+    return pool
+
+
 def encode_records(options: PreprocessOptions, encoder: Encoder, records: Iterator[Record]) -> Iterator[Encoded]:
     """Encode records in order, here or in worker processes.
 
@@ -135,7 +145,8 @@ def encode_records(options: PreprocessOptions, encoder: Encoder, records: Iterat
     if options.workers <= 1:
         yield from map(encoder.encode, records)
         return
-    pool = ProcessPoolExecutor(options.workers, multiprocessing.get_context("fork"), _start_worker, (options,))
+    others = set(multiprocessing.active_children())
+    pool = _start_pool(options)
     pending: deque[Future[list[Encoded]]] = deque()
     try:
         for chunk in _chunks(records):
@@ -146,6 +157,11 @@ def encode_records(options: PreprocessOptions, encoder: Encoder, records: Iterat
             yield from pending.popleft().result()
     except BrokenProcessPool as error:
         raise DataError("a worker process died (out of memory?); try fewer --workers") from error
+    except BaseException:
+        # A fault or an interrupt: do not wait for the chunks that the workers hold.
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.terminate()
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

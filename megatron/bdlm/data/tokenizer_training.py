@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from megatron.bdlm.data.documents import DataError
+from megatron.bdlm.data.partial import partial_output
 
 END_OF_TEXT = "<|endoftext|>"
 MASK = "<|mask|>"
@@ -82,12 +83,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, chat_template: str | None
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, mask_token=MASK, pad_token=PAD)
     if chat_template is not None:
         fast.chat_template = chat_template
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    try:
+    with partial_output(folder) as partial:
         fast.save_pretrained(partial)
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

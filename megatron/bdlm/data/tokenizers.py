@@ -12,6 +12,7 @@ the vocabulary.
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Optional
@@ -52,6 +53,9 @@ def load_tokenizer(source: TokenizerSource) -> Any:
         raise DataError("--tokenizer-type NullTokenizer: needs --vocab-size, for example 1024")
     if source.tokenizer_type not in ("NullTokenizer", "GPT2BPETokenizer") and source.tokenizer_model is None:
         raise DataError(f"--tokenizer-type {source.tokenizer_type}: needs --tokenizer-model, a local folder or file")
+    if source.tokenizer_type == "HuggingFaceTokenizer" and not os.path.isdir(source.tokenizer_model):
+        # Anything else is taken for the name of a hub repository and tried over the network for half a minute.
+        raise DataError(f"--tokenizer-model {source.tokenizer_model}: no such local folder; download the tokenizer or train one (tools/train_tokenizer.py)")
     defaults = dict(
         rank=0, make_vocab_size_divisible_by=128, tensor_model_parallel_size=1, pad_vocab_size=False, padded_vocab_size=None,
         metadata_path=None, special_tokens=None, chat_template=None, trust_remote_code=False, tokenizer_hf_no_use_fast=False,
@@ -193,9 +197,10 @@ def tokenizer_identity(tokenizer: Any, source: TokenizerSource) -> dict[str, Any
         "probes": probes,
     }
     digest = hashlib.sha256(json.dumps(content, ensure_ascii=True).encode()).hexdigest()
+    model = source.tokenizer_model or source.vocab_file
     return {
         "type": source.tokenizer_type,
-        "model": source.tokenizer_model or source.vocab_file,
+        "model": os.path.abspath(model) if model else None,
         "vocabulary_size": vocabulary_size(tokenizer),
         "eod_token_id": end_of_document_id(tokenizer),
         "mask_token_id": mask_token_id(tokenizer),
