@@ -17,6 +17,7 @@ rank a owns half chunks a and 2P-1-a.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -32,7 +33,15 @@ EXACT_ATOMS = 14
 ITEMS_PER_RANK = 64
 """Finest runs considered: enough for swaps to even out areas to a fraction of a percent."""
 
+SPLIT_ITEMS = 12
+"""Two ranks that together have so few items are split anew over all subsets; beyond, one item is swapped."""
+
+STIRRED_PER_RANK = 8
+STIRS = 40
+"""Up to so many items a rank, an uneven result is stirred and improved so many times."""
+
 SEARCH_NODES = 100_000
+"""Steps of the exhaustive search at most."""
 
 
 def two_ended(count: int, ranks: int) -> np.ndarray:
@@ -56,7 +65,7 @@ def place(areas: np.ndarray, rows: np.ndarray, ranks: int) -> np.ndarray:
         owner = two_ended(len(areas), ranks)
         if max(imbalance(areas, owner, ranks), imbalance(rows, owner, ranks)) <= AREA_TARGET:
             return owner
-    least = max(areas.sum() / ranks, areas.max())
+    least = _least_area(areas, ranks)
     best = None
     for limit in _row_limits(rows, ranks):
         found = _within(areas, rows, ranks, limit, least)
@@ -79,9 +88,18 @@ def _within(areas: np.ndarray, rows: np.ndarray, ranks: int, limit: float, least
         heaviest = float(np.bincount(owner, areas, ranks).max())
         if best is None or heaviest < best[0]:
             best = heaviest, owner
-        if heaviest <= AREA_TARGET * least:
+        if heaviest <= AREA_LIMIT * least:
             break
     return best
+
+
+def _least_area(areas: np.ndarray, ranks: int) -> float:
+    """What the heaviest rank must at least have: the mean, and k+1 of the kP+1 heaviest atoms for some k."""
+    least = areas.sum() / ranks
+    descending = np.sort(areas)[::-1]
+    for k in range((len(areas) - 1) // ranks + 1):
+        least = max(least, float(descending[k * ranks - k:k * ranks + 1].sum()))
+    return least
 
 
 def imbalance(weights: np.ndarray, owner: np.ndarray, ranks: int) -> float:
@@ -114,25 +132,60 @@ def _item_edges(rows: np.ndarray, ranks: int) -> list[np.ndarray]:
 
 def _search(areas: np.ndarray, rows: np.ndarray, ranks: int, limit: float, least: float) -> "np.ndarray | None":
     """Owners of items under a row limit, or None where none was found."""
-    dealt = _deal(areas, rows, ranks, limit)
+    best, best_area = None, np.inf
+    for deal in (_to_and_fro, _to_the_lightest):
+        owner = deal(areas, rows, ranks, limit)
+        if owner is None:
+            continue
+        owner = _exchange(areas, rows, owner, ranks, limit, AREA_TARGET * least)
+        heaviest = np.bincount(owner, areas, ranks).max()
+        if heaviest < best_area:
+            best, best_area = owner, heaviest
+        if heaviest <= AREA_TARGET * least:
+            return best
     if len(areas) <= EXACT_ATOMS:
-        return _Exhaustive(areas, rows, ranks, limit, least).best(dealt)
-    return None if dealt is None else _exchange(areas, rows, dealt, ranks, limit, AREA_TARGET * least)
+        return _Exhaustive(areas, rows, ranks, limit, least).best(best)
+    if best is not None and len(areas) <= STIRRED_PER_RANK * ranks:
+        return _stir(areas, rows, best, ranks, limit, AREA_LIMIT * least)
+    return best
 
 
-def _deal(areas: np.ndarray, rows: np.ndarray, ranks: int, limit: float) -> "np.ndarray | None":
-    """Deal the items, heaviest first, to and fro; with 2P items of one document that is two-ended.
+def _stir(
+    areas: np.ndarray, rows: np.ndarray, owner: np.ndarray, ranks: int, limit: float, enough: float
+) -> np.ndarray:
+    """Leave a local optimum: deal the items of the heaviest and two other ranks at random, exchange, keep what is no worse."""
+    draw = np.random.default_rng(0)  # the same placement on every rank
+    area_of = np.bincount(owner, areas, ranks)
+    for _ in range(STIRS):
+        if area_of.max() <= enough:
+            break
+        chosen = draw.choice(ranks, min(2, ranks), replace=False)
+        pool = np.flatnonzero(np.isin(owner, chosen) | (owner == np.argmax(area_of)))
+        stirred = owner.copy()
+        stirred[pool] = draw.permutation(owner[pool])
+        if np.bincount(stirred, rows, ranks).max() > limit:
+            continue
+        stirred = _exchange(areas, rows, stirred, ranks, limit, enough)
+        stirred_area = np.bincount(stirred, areas, ranks)
+        if stirred_area.max() <= area_of.max():
+            owner, area_of = stirred, stirred_area
+    return owner
 
-    Where that breaks the row limit: each to the rank with the least area that still has room.
-    """
+
+def _to_and_fro(areas: np.ndarray, rows: np.ndarray, ranks: int, limit: float) -> "np.ndarray | None":
+    """Deal the items, heaviest first, to and fro over the ranks; with 2P items of one document that is two-ended."""
     order = np.argsort(-areas, kind="stable")
     turn = np.arange(len(areas)) % (2 * ranks)
     owner = np.empty(len(areas), np.int64)
     owner[order] = np.minimum(turn, 2 * ranks - 1 - turn)
-    if np.bincount(owner, rows, ranks).max() <= limit:
-        return owner
+    return owner if np.bincount(owner, rows, ranks).max() <= limit else None
+
+
+def _to_the_lightest(areas: np.ndarray, rows: np.ndarray, ranks: int, limit: float) -> "np.ndarray | None":
+    """Each item, heaviest first, to the rank with the least area that has room for its rows."""
+    owner = np.empty(len(areas), np.int64)
     area_of, rows_of = np.zeros(ranks), np.zeros(ranks)
-    for item in order:
+    for item in np.argsort(-areas, kind="stable"):
         room = rows_of + rows[item] <= limit
         if not room.any():
             return None
@@ -146,49 +199,60 @@ def _deal(areas: np.ndarray, rows: np.ndarray, ranks: int, limit: float) -> "np.
 def _exchange(
     areas: np.ndarray, rows: np.ndarray, owner: np.ndarray, ranks: int, limit: float, enough: float
 ) -> np.ndarray:
-    """Swap items (or move one) between the heaviest rank and another while that lowers the maximum."""
+    """Share out anew between the heaviest rank and another while that lowers the maximum."""
     owner = owner.copy()
     area_of, rows_of = np.bincount(owner, areas, ranks), np.bincount(owner, rows, ranks)
     for _ in range(32 * ranks):
         heavy = int(np.argmax(area_of))
         if area_of[heavy] <= enough:
             break
-        swap = _best_swap(areas, rows, owner, area_of, rows_of, heavy, limit)
-        if swap is None:
+        for other in np.argsort(area_of, kind="stable")[:-1].tolist():
+            mine, theirs = np.flatnonzero(owner == heavy), np.flatnonzero(owner == other)
+            split = _split_anew if len(mine) + len(theirs) <= SPLIT_ITEMS else _swap_one
+            kept, given, heavier = split(areas, rows, mine, theirs, limit)
+            if heavier < area_of[heavy]:
+                break
+        else:
             break
-        given, taken, other = swap
-        moved_area, moved_rows = areas[given], rows[given]
-        owner[given] = other
-        if taken is not None:
-            moved_area, moved_rows = moved_area - areas[taken], moved_rows - rows[taken]
-            owner[taken] = heavy
-        area_of[heavy] -= moved_area
-        area_of[other] += moved_area
-        rows_of[heavy] -= moved_rows
-        rows_of[other] += moved_rows
+        owner[kept], owner[given] = heavy, other
+        for rank in (heavy, other):
+            area_of[rank], rows_of[rank] = areas[owner == rank].sum(), rows[owner == rank].sum()
     return owner
 
 
-def _best_swap(areas, rows, owner, area_of, rows_of, heavy, limit):
-    """The exchange with the lightest ranks that leaves the lower maximum: (given, taken or None, other rank)."""
-    mine = np.flatnonzero(owner == heavy)
-    best_maximum, best = area_of[heavy], None
-    for other in np.argsort(area_of, kind="stable")[:8]:
-        if other == heavy:
-            continue
-        theirs = np.flatnonzero(owner == other)
-        # the last column takes nothing back
-        area = areas[mine][:, None] - np.append(areas[theirs], 0)
-        row = rows[mine][:, None] - np.append(rows[theirs], 0)
-        maximum = np.maximum(area_of[heavy] - area, area_of[other] + area)
-        allowed = (rows_of[heavy] - row <= limit) & (rows_of[other] + row <= limit)
-        maximum = np.where(allowed, maximum, np.inf)
-        at = int(np.argmin(maximum))
-        if maximum.flat[at] < best_maximum:
-            i, j = divmod(at, len(theirs) + 1)
-            best_maximum = maximum.flat[at]
-            best = int(mine[i]), (int(theirs[j]) if j < len(theirs) else None), int(other)
-    return best
+def _split_anew(areas, rows, mine, theirs, limit):
+    """The most even split of two ranks' items, over all splits: (items of the one, of the other, heavier area)."""
+    items = np.concatenate((mine, theirs))
+    subset = _subsets(len(items))
+    area, row = subset @ areas[items], subset @ rows[items]
+    heavier = np.maximum(area, areas[items].sum() - area)
+    allowed = (row <= limit) & (rows[items].sum() - row <= limit)
+    at = int(np.argmin(np.where(allowed, heavier, np.inf)))
+    chosen = subset[at].astype(bool)
+    return items[chosen], items[~chosen], heavier[at] if allowed[at] else np.inf
+
+
+@lru_cache(maxsize=None)
+def _subsets(count: int) -> np.ndarray:
+    """Membership of every subset that holds the first item, `[2^(count-1), count]`."""
+    masks = np.arange(1, 1 << count, 2)
+    return (masks[:, None] >> np.arange(count)) & 1
+
+
+def _swap_one(areas, rows, mine, theirs, limit):
+    """The best exchange of one item for one or none: (items of the one, of the other, heavier area)."""
+    # the last column takes nothing back
+    area = areas[mine][:, None] - np.append(areas[theirs], 0)
+    row = rows[mine][:, None] - np.append(rows[theirs], 0)
+    heavier = np.maximum(areas[mine].sum() - area, areas[theirs].sum() + area)
+    allowed = (rows[mine].sum() - row <= limit) & (rows[theirs].sum() + row <= limit)
+    at = int(np.argmin(np.where(allowed, heavier, np.inf)))
+    given, taken = divmod(at, len(theirs) + 1)
+    back = theirs[taken:taken + 1]
+    kept = np.concatenate((np.delete(mine, given), back))
+    return kept, np.concatenate((mine[given:given + 1], np.setdiff1d(theirs, back))), (
+        heavier.flat[at] if allowed.flat[at] else np.inf
+    )
 
 
 @dataclass
