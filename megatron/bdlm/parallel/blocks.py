@@ -45,18 +45,17 @@ class BlockTable:
         """Index of the block that holds each token."""
         return np.searchsorted(self.starts, tokens, side="right") - 1
 
-    def noisy_area(self, noisy_attention: str) -> np.ndarray:
-        """Visible (query, key) pairs of one view's noisy rows, per block; 0 without noisy rows.
+    def area(self, starts: np.ndarray, stops: np.ndarray, causal: bool) -> np.ndarray:
+        """Visible (query, key) pairs of the rows `[starts, stops)` of one stream, each range inside one block.
 
-        Worked example, S = 4: block 2 of a document has 4 rows that see 8 clean and 4 noisy keys: 48.
+        A row sees the earlier tokens of its document and its own block (`causal`: that up to itself);
+        this is the count for a noisy row of one view and for a clean row alike.
+        Worked example, S = 4: block 2 of a document has 4 rows that see 8 earlier and 4 own keys: 48.
         """
-        own = self.sizes * (self.sizes + 1) // 2 if noisy_attention == "causal" else self.sizes**2
-        return np.where(self.is_target, self.sizes * (self.starts - self.document_starts) + own, 0)
-
-    def clean_area(self, clean_attention: str) -> np.ndarray:
-        """Visible (query, key) pairs of the clean rows, per block."""
-        own = self.sizes * (self.sizes + 1) // 2 if clean_attention == "token-causal" else self.sizes**2
-        return self.sizes * (self.starts - self.document_starts) + own
+        block = self.of_tokens(starts)
+        rows, first = stops - starts, self.starts[block]
+        own = rows * (starts - first) + rows * (rows + 1) // 2 if causal else rows * self.sizes[block]
+        return rows * (first - self.document_starts[block]) + own
 
 
 def build_blocks(

@@ -62,6 +62,13 @@ class Intervals:
         run = np.searchsorted(self.starts, tokens, side="right")
         return (run > 0) & (tokens < self.stops[run - 1])
 
+    def tokens_at(self, rows) -> np.ndarray:
+        """The token of each of `rows`, 0 <= row < count: the inverse of `rank_of`."""
+        rows = np.asarray(rows, np.int64)
+        before = np.cumsum(self.stops - self.starts)
+        run = np.searchsorted(before, rows, side="right")
+        return self.stops[run] - (before[run] - rows)
+
     def tokens(self) -> np.ndarray:
         """Every held token, ascending."""
         return spans(self.starts, self.stops - self.starts)
@@ -82,13 +89,6 @@ class Intervals:
         starts, stops = self.cut(other.starts, other.stops)
         both = other.holds(starts)
         return Intervals.of(starts[both], stops[both])
-
-    def slice_rows(self, first: int, last: int) -> "Intervals":
-        """The tokens of rows `[first, last)` of this share."""
-        before = np.concatenate(([0], np.cumsum(self.stops - self.starts)))
-        starts = self.starts + np.maximum(first - before[:-1], 0)
-        stops = self.stops - np.maximum(before[1:] - last, 0)
-        return Intervals.of(starts, stops)
 
 
 def spans(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -4,8 +4,8 @@
     csbp       the blocks a rank owns              the same blocks
     bp         the blocks a rank owns              all, on every rank
     cp         token ranges, two-ended             the same token ranges; a block may be split
-    hybrid     a slot's blocks, each block split   the slot's clean tokens, two-ended over the
-               over the slot's inner ranks         slot's inner ranks
+    hybrid     a slot's blocks, each block split   the slot's clean tokens in ranges, two-ended
+               over the slot's inner ranks         over the slot's inner ranks
 
 Hybrid: K slots of P/K adjacent ranks, `rank = inner_rank + (P/K) * slot`. When 2P divides B its clean
 shares are exactly the two-ended half chunks over all P ranks.
@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron.bdlm.parallel.blocks import BlockTable, PlanError, build_blocks
 from megatron.bdlm.parallel.intervals import Intervals
-from megatron.bdlm.parallel.placement import place
+from megatron.bdlm.parallel.placement import AREA_LIMIT, ITEMS_PER_RANK, place, two_ended
 
 STRATEGIES = ("csbp", "cp", "bp", "hybrid")
 
@@ -40,6 +40,16 @@ class LayoutSpec:
     block_origin: "int | tuple[int, ...]"
     block_restarts: Optional[tuple[int, ...]]
     target_blocks: Optional[tuple[int, ...]]
+
+    @property
+    def clean_causal(self) -> bool:
+        """A clean row sees its own block up to itself only."""
+        return self.clean_attention == "token-causal"
+
+    @property
+    def noisy_causal(self) -> bool:
+        """A noisy row sees its own block up to itself only."""
+        return self.noisy_attention == "causal"
 
     def check(self) -> None:
         """Refuse combinations that no layout serves.
@@ -107,13 +117,13 @@ def build_layout(spec: LayoutSpec) -> Layout:
     )
     _check_block_count(spec, blocks.count)
     if spec.context_parallel_size == 1:
-        shares = _by_owner(blocks, np.zeros(blocks.count, np.int64), 1)
+        shares = _by_owner(spec, blocks, 1)
     elif spec.strategy == "cp":
         shares = _by_position(spec, blocks)
     elif spec.strategy == "hybrid":
         shares = _by_slot(spec, blocks)
     else:
-        shares = _by_owner(blocks, _owners(spec, blocks, spec.context_parallel_size), spec.context_parallel_size)
+        shares = _by_owner(spec, blocks, spec.context_parallel_size)
         if spec.strategy == "bp":
             everything = Intervals.of([0], [spec.seq_length])
             shares = [Share(share.noisy, everything, share.scored) for share in shares]
@@ -124,7 +134,8 @@ def _check_block_count(spec: LayoutSpec, count: int) -> None:
     slots = spec.block_parallel_size
     if count >= slots or spec.strategy == "cp":
         return
-    legal = max(k for k in range(1, count + 1) if spec.context_parallel_size % k == 0)
+    divisors = [k for k in range(1, count + 1) if spec.context_parallel_size % k == 0]
+    legal = max([k for k in divisors if count % (2 * k) == 0] or divisors)  # the even placement if there is one
     raise PlanError(
         f"--bdlm-strategy {spec.strategy} with --block-parallel-size {slots}: --seq-length {spec.seq_length} and "
         f"--bdlm-block-size {spec.block_size} make {count} block(s), fewer than the {slots} ranks that share them. "
@@ -132,17 +143,14 @@ def _check_block_count(spec: LayoutSpec, count: int) -> None:
     )
 
 
-def _owners(spec: LayoutSpec, blocks: BlockTable, ranks: int) -> np.ndarray:
-    """Owner of each block among `ranks`, balanced by attention area and rows."""
-    clean_everywhere = spec.strategy == "bp"
-    area = spec.views * blocks.noisy_area(spec.noisy_attention)
+def _by_owner(spec: LayoutSpec, blocks: BlockTable, ranks: int) -> list[Share]:
+    """Whole blocks per rank, balanced by attention area and rows."""
     rows = spec.views * np.where(blocks.is_target, blocks.sizes, 0)
-    if not clean_everywhere:
-        area, rows = area + blocks.clean_area(spec.clean_attention), rows + blocks.sizes
-    return place(area, rows, ranks)
-
-
-def _by_owner(blocks: BlockTable, owner: np.ndarray, ranks: int) -> list[Share]:
+    area = rows // np.maximum(blocks.sizes, 1) * blocks.area(blocks.starts, blocks.stops, spec.noisy_causal)
+    if spec.strategy != "bp":
+        rows = rows + blocks.sizes
+        area = area + blocks.area(blocks.starts, blocks.stops, spec.clean_causal)
+    owner = place(area, rows, ranks)
     shares = []
     for rank in range(ranks):
         mine = owner == rank
@@ -153,16 +161,11 @@ def _by_owner(blocks: BlockTable, owner: np.ndarray, ranks: int) -> list[Share]:
 
 
 def _by_position(spec: LayoutSpec, blocks: BlockTable) -> list[Share]:
-    """Conventional context parallelism: 2P ranges of tokens, whatever the blocks."""
-    ranks = spec.context_parallel_size
-    edges = np.arange(2 * ranks + 1) * spec.seq_length // (2 * ranks)
+    """Conventional context parallelism: ranges of tokens, whatever the blocks."""
+    everything = Intervals.of([0], [spec.seq_length])
     targets = Intervals.of(blocks.starts[blocks.is_target], blocks.stops[blocks.is_target])
-    shares = []
-    for rank in range(ranks):
-        halves = np.array([rank, 2 * ranks - 1 - rank])
-        clean = Intervals.of(edges[halves], edges[halves + 1])
-        shares.append(Share(targets.intersect(clean), clean, clean))
-    return shares
+    shares = _ranges(everything, targets, spec, blocks, spec.context_parallel_size)
+    return [Share(targets.intersect(clean), clean, clean) for clean in shares]
 
 
 def _by_slot(spec: LayoutSpec, blocks: BlockTable) -> list[Share]:
@@ -170,15 +173,51 @@ def _by_slot(spec: LayoutSpec, blocks: BlockTable) -> list[Share]:
     slots = spec.block_parallel_size
     inner = spec.context_parallel_size // slots
     shares = []
-    for slot in _by_owner(blocks, _owners(spec, blocks, slots), slots):
-        parts = _split_blocks(*slot.noisy.cut(blocks.starts), inner)
-        edges = np.arange(2 * inner + 1) * slot.clean.count // (2 * inner)
-        for inner_rank, noisy in enumerate(parts):
-            low, high = inner_rank, 2 * inner - 1 - inner_rank
-            halves = [slot.clean.slice_rows(edges[half], edges[half + 1]) for half in (low, high)]
-            clean = Intervals.of(*(np.concatenate([getattr(h, end) for h in halves]) for end in ("starts", "stops")))
-            shares.append(Share(noisy, clean, clean))
+    for slot in _by_owner(spec, blocks, slots):
+        noisy_parts = _split_blocks(*slot.noisy.cut(blocks.starts), inner)
+        clean_parts = _ranges(slot.clean, Intervals.of([], []), spec, blocks, inner)
+        shares += [Share(noisy, clean, clean) for noisy, clean in zip(noisy_parts, clean_parts)]
     return shares
+
+
+def _ranges(held: Intervals, targets: Intervals, spec: LayoutSpec, blocks: BlockTable, ranks: int) -> list[Intervals]:
+    """Share token ranges out among ranks, by the area and rows of clean tokens and of `targets`' noisy rows.
+
+    Two ranges a rank, two-ended, where that is balanced but for a row or two; else finer ones, placed like blocks.
+    """
+    edges = np.arange(2 * ranks + 1) * held.count // (2 * ranks)
+    area, rows = _range_costs(held, edges, targets, spec, blocks)
+    owner = two_ended(2 * ranks, ranks)
+    even_rows, even_area = rows.sum() / ranks, area.sum() / ranks
+    row_excess = np.bincount(owner, rows, ranks).max() - AREA_LIMIT * even_rows
+    area_excess = np.bincount(owner, area, ranks).max() - AREA_LIMIT * even_area
+    if row_excess > 2 or area_excess * even_rows > 4 * even_area:
+        count = min(ITEMS_PER_RANK * ranks, held.count)
+        edges = np.arange(count + 1) * held.count // count
+        owner = place(*_range_costs(held, edges, targets, spec, blocks), ranks)
+    return [_rows_of(held, edges, owner == rank) for rank in range(ranks)]
+
+
+def _range_costs(held: Intervals, edges: np.ndarray, targets: Intervals, spec: LayoutSpec, blocks: BlockTable):
+    """Attention area and rows of each range `[edges[i], edges[i+1])` of held rows, clean and noisy: ([n], [n])."""
+    area, rows = np.zeros(len(edges) - 1, np.int64), np.zeros(len(edges) - 1, np.int64)
+    edge_tokens = held.tokens_at(edges[edges < held.count])
+    streams = ((held, 1, spec.clean_causal), (targets.intersect(held), spec.views, spec.noisy_causal))
+    for stream, copies, causal in streams:
+        starts, stops = stream.cut(edge_tokens, blocks.starts)
+        which = np.searchsorted(edges, held.rank_of(starts), side="right") - 1
+        np.add.at(area, which, copies * blocks.area(starts, stops, causal))
+        np.add.at(rows, which, copies * (stops - starts))
+    return area, rows
+
+
+def _rows_of(held: Intervals, edges: np.ndarray, mine: np.ndarray) -> Intervals:
+    """The tokens of the row ranges `[edges[i], edges[i+1])` with `mine[i]`."""
+    nonempty = mine & (edges[1:] > edges[:-1])
+    chosen = Intervals.of(edges[:-1][nonempty], edges[1:][nonempty])
+    starts, stops = held.cut(held.tokens_at(chosen.starts), held.tokens_at(chosen.stops[chosen.stops < held.count]))
+    inside = chosen.holds(held.rank_of(starts))
+    return Intervals.of(starts[inside], stops[inside])
 
 
 def _split_blocks(starts: np.ndarray, stops: np.ndarray, parts: int) -> list[Intervals]:

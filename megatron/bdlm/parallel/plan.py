@@ -23,8 +23,7 @@ import numpy as np
 import torch
 
 from megatron.bdlm.parallel import relations
-from megatron.bdlm.parallel.blocks import BlockTable, PlanError
-from megatron.bdlm.parallel.intervals import Intervals
+from megatron.bdlm.parallel.blocks import PlanError
 from megatron.bdlm.parallel.layout import Layout, LayoutSpec, Share, build_layout
 from megatron.bdlm.parallel.program import (
     AttentionProgram,
@@ -203,8 +202,9 @@ class SequencePlan:
         """Attention area (visible query-key pairs) of a rank, without a window."""
         share = self.holdings(rank)
         blocks, spec = self.layout.blocks, self.layout.spec
-        noisy = self.views * _area(blocks, share.noisy, spec.noisy_attention == "causal")
-        return noisy + _area(blocks, share.clean, spec.clean_attention == "token-causal")
+        noisy = blocks.area(*share.noisy.cut(blocks.starts), spec.noisy_causal).sum()
+        clean = blocks.area(*share.clean.cut(blocks.starts), spec.clean_causal).sum()
+        return int(self.views * noisy + clean)
 
     def balance(self) -> float:
         """Attention area of the heaviest rank over the mean."""
@@ -328,19 +328,6 @@ def _renumbered(found: LabelledRectangles, rows: np.ndarray) -> LabelledRectangl
         type(parts)(numbered.query, parts.queries, moved, parts.keys, parts.kind, parts.phase, parts.level),
         found.stream, found.relation,
     )
-
-
-def _area(blocks: BlockTable, held: Intervals, causal: bool) -> int:
-    """Pairs of the held rows with earlier tokens of their document and their own block (or part of it)."""
-    starts, stops = held.cut(blocks.starts)
-    block = blocks.of_tokens(starts)
-    sizes, first = stops - starts, blocks.starts[block]
-    earlier = sizes * (first - blocks.document_starts[block])
-    if causal:
-        own = sizes * (starts - first) + sizes * (sizes + 1) // 2
-    else:
-        own = sizes * blocks.sizes[block]
-    return int((earlier + own).sum())
 
 
 def _row_tensors(layout: Layout, rank: int, row_multiple: int) -> dict[str, torch.Tensor]:

@@ -97,7 +97,7 @@ def decompose(stairs: Staircase, longest_step: int) -> Rectangles:
             size); a longer one, such as a whole run of blocks against another rank's keys, gets a
             rectangle of its own.
     """
-    stairs = _drop_empty(_join_equal(_single_rows_stand_still(_cut_double_slopes(stairs))))
+    stairs = _join_equal(_drop_empty(_single_rows_stand_still(_cut_double_slopes(stairs))))
     if not stairs.count:
         return Rectangles.join([])
     first = np.flatnonzero(_breaks(stairs, longest_step))
