@@ -10,6 +10,7 @@ Shapes: b sequences, s rows of a forward.
 """
 
 import copy
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping, Optional
@@ -22,7 +23,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.training.argument_utils import gpt_config_from_args
 
 from megatron.bdlm.checkpoint.tracker import is_complete, newest_checkpoint
-from megatron.bdlm.config import BDLMConfigError, config_from_args
+from megatron.bdlm.config import BDLMConfig, BDLMConfigError, config_from_args
 from megatron.bdlm.generation.rows import BlockRules, SamplingParams
 from megatron.bdlm.model.builder import BlockDiffusionModelBuilder, BlockDiffusionModelConfig
 from megatron.bdlm.platform import cpu
@@ -56,6 +57,9 @@ def saved_arguments(checkpoint: Path) -> Any:
     saved = dist_checkpointing.load_common_state_dict(str(checkpoint)).get("args")
     if saved is None or getattr(saved, "bdlm_mask_token_id", None) is None:
         raise LoadError(f"--load {checkpoint}: it holds no block diffusion options; it is not a checkpoint of this project")
+    for option in dataclasses.fields(BDLMConfig):  # an older checkpoint lacks newer options
+        if not hasattr(saved, option.name):
+            setattr(saved, option.name, option.default)
     return saved
 
 
@@ -153,11 +157,13 @@ def _sampling_arguments(saved: Any, tensor_parallel_size: int) -> Any:
     """The saved arguments with the layout of sampling: tensor parallel only, nothing recomputed."""
     args = copy.copy(saved)
     layout = dict(
-        tensor_model_parallel_size=tensor_parallel_size, sequence_parallel=False, context_parallel_size=1,
+        tensor_model_parallel_size=tensor_parallel_size, tensor_parallel_num_weight_shards=None, gtp_weight_remat_size=1,
+        sequence_parallel=False, context_parallel_size=1,
         hierarchical_context_parallel_sizes=None, block_parallel_size=1, pipeline_model_parallel_size=1,
         virtual_pipeline_model_parallel_size=None, decoder_first_pipeline_num_layers=None,
         decoder_last_pipeline_num_layers=None, pipeline_model_parallel_layout=None, variable_seq_lengths=False,
-        expert_model_parallel_size=1, expert_tensor_parallel_size=tensor_parallel_size, recompute_granularity=None,
+        expert_model_parallel_size=1, expert_tensor_parallel_size=tensor_parallel_size,
+        expert_tensor_parallel_num_weight_shards=None, expert_gtp_weight_remat_size=1, recompute_granularity=None,
         recompute_method=None, recompute_num_layers=None, tp_comm_overlap=False, bdlm_strategy="auto",
         bdlm_full_last_layer=True, use_cpu_initialization=True, perform_initialization=False,
     )
