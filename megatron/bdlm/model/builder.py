@@ -99,6 +99,6 @@ def _fold_attention_factor(config: BlockDiffusionModelConfig) -> None:
         )
     if config.transformer.softmax_scale not in (None, scale):
         raise BDLMConfigError(
-            f"--softmax-scale {config.transformer.softmax_scale}: --bdlm-rope-parameters implies {scale}. A legal value: unset"
+            f"softmax_scale {config.transformer.softmax_scale}: --bdlm-rope-parameters implies {scale}. A legal value: None"
         )
     config.transformer.softmax_scale = scale

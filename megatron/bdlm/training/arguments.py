@@ -5,17 +5,21 @@ here, before a process group exists, with the flags and a legal value.
 """
 
 import argparse
+import contextlib
+import functools
+import io
 import math
 import sys
 from typing import Any
 
 from megatron.training.argument_utils import ArgumentGroupFactory
-from megatron.training.arguments import parse_and_validate_args, parse_args
+from megatron.training.arguments import parse_and_validate_args, parse_args, validate_args
 
 from megatron.bdlm.config import BDLMConfig, BDLMConfigError, config_from_args, recipe_values
-from megatron.bdlm.data.tokenizers import resolve_vocabulary
+from megatron.bdlm.data.tokenizers import Vocabulary, resolve_vocabulary
 from megatron.bdlm.parallel.state import hierarchical_sizes
 from megatron.bdlm.platform import cpu
+from megatron.bdlm.training.options import checkpoint_arguments, checkpoint_defaults, starting_folder
 
 ENGINE_DEFAULTS = dict(
     calculate_per_token_loss=True,  # without it each rank divides by its own count and the layout changes training
@@ -29,23 +33,32 @@ ENGINE_DEFAULTS = dict(
 """Engine flags (by destination) whose stock defaults do not fit a block diffusion run; a flag given wins."""
 
 
-def add_bdlm_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the `bdlm` group and our defaults of engine flags; for the engine's `extra_args_provider`."""
+def add_bdlm_arguments(parser: argparse.ArgumentParser, group: type | None = None) -> argparse.ArgumentParser:
+    """Add the `bdlm` group, that of an entry script, and our defaults of engine flags; for `extra_args_provider`."""
     ArgumentGroupFactory(BDLMConfig).build_group(parser, "bdlm")
+    if group is not None:
+        ArgumentGroupFactory(group).build_group(parser, group.__name__)
     parser.set_defaults(**ENGINE_DEFAULTS)
     if cpu.is_active():
         parser.set_defaults(**cpu.CPU_DEFAULTS)
-    # a recipe's values become defaults, so that every flag given beside it wins
+    # values of the checkpoint and of a recipe become defaults, so that every flag given beside them wins
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--bdlm-recipe")
-    recipe = first.parse_known_args(sys.argv[1:])[0].bdlm_recipe
-    if recipe is not None:
-        parser.set_defaults(**recipe_values(recipe))
+    for flag in ("--bdlm-recipe", "--load", "--pretrained-checkpoint"):
+        first.add_argument(flag)
+    first.add_argument("--use-checkpoint-args", action="store_true")
+    given = first.parse_known_args(sys.argv[1:])[0]
+    saved = checkpoint_arguments(starting_folder(given.load, given.pretrained_checkpoint))
+    parser.set_defaults(**checkpoint_defaults(saved, given.use_checkpoint_args))
+    if given.bdlm_recipe is not None:
+        parser.set_defaults(**recipe_values(given.bdlm_recipe))
     return parser
 
 
-def parse_arguments() -> tuple[Any, BDLMConfig]:
+def parse_arguments(group: type | None = None) -> tuple[Any, BDLMConfig]:
     """Parse and validate the command line; sets the engine's global arguments and tokenizer.
+
+    Args:
+        group: a further dataclass whose fields are flags of this entry script.
 
     Returns:
         The engine's argument namespace and our options, both resolved: mask token, block-parallel
@@ -57,8 +70,9 @@ def parse_arguments() -> tuple[Any, BDLMConfig]:
     """
     from megatron.training import get_tokenizer
 
-    _check_before_engine(parse_args(add_bdlm_arguments, ignore_unknown_args=True))
-    args = parse_and_validate_args(extra_args_provider=add_bdlm_arguments)
+    provider = functools.partial(add_bdlm_arguments, group=group)
+    _check_before_engine(parse_args(provider, ignore_unknown_args=True))
+    args = parse_and_validate_args(extra_args_provider=provider)
     config = config_from_args(args)
     check_combination(args, config)
 
@@ -66,7 +80,7 @@ def parse_arguments() -> tuple[Any, BDLMConfig]:
     config.bdlm_mask_token_id = vocabulary.mask_token_id
     args.bdlm_tokenizer_vocab_size = vocabulary.tokenizer_size
     args.bdlm_candidate_tokens = vocabulary.size
-    args.padded_vocab_size = vocabulary.padded(args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
+    args.padded_vocab_size = _padded_vocab_size(args, vocabulary)
     if config.bdlm_noise_seed is None:
         config.bdlm_noise_seed = args.seed
     _, config.block_parallel_size = config.resolved_strategy(args.context_parallel_size)
@@ -76,6 +90,21 @@ def parse_arguments() -> tuple[Any, BDLMConfig]:
     # rows per rank depend on the sample's documents and targets; the interleaved schedule honours only this
     args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
     return args, config
+
+
+def arguments_of(flags: list[str]) -> argparse.Namespace:
+    """The engine's complete, validated argument namespace for a command line, as a checkpoint holds it.
+
+    Nothing global is set, no tokenizer is built and nothing printed: for tools that write checkpoints. Call it on one process.
+    """
+    argv, sys.argv = sys.argv, [sys.argv[0], *flags]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            args = parse_args(add_bdlm_arguments)
+            validate_args(args)
+    finally:
+        sys.argv = argv
+    return args
 
 
 def check_combination(args: Any, config: BDLMConfig) -> None:
@@ -114,6 +143,16 @@ def check_combination(args: Any, config: BDLMConfig) -> None:
         refuse(
             args.transformer_impl != "local", "--transformer-impl", args.transformer_impl, "its layers need CUDA to be built", "local",
         )
+
+
+def _padded_vocab_size(args: Any, vocabulary: Vocabulary) -> int:
+    """Embedding rows: those of the vocabulary, and no fewer than the checkpoint had (--use-checkpoint-args)."""
+    rows = vocabulary.padded(args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
+    saved = getattr(args, "padded_vocab_size", None) if args.use_checkpoint_args else None
+    if saved is not None and saved > rows:
+        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+        rows = -(-saved // multiple) * multiple
+    return rows
 
 
 def _check_before_engine(args: Any) -> None:

@@ -2,7 +2,8 @@
 
 A checkpoint holds every argument of the run that wrote it (the engine saves them). The options
 that define what a model *is* - block size, mask token, label shift, attention of the clean
-stream - must not change silently when it is loaded.
+stream, which tensors it has - must not change silently when it is loaded: the checkpoint's value
+is the default, and another one given by a flag is refused.
 """
 
 import dataclasses
@@ -21,8 +22,20 @@ MODEL_OPTIONS = (
     "bdlm_clean_attention",
     "bdlm_noisy_attention",
     "bdlm_keep_mask_logit",
+    "bdlm_rope_parameters",
 )
 """Options that belong to the model; a checkpoint's value wins over a default and refuses another flag value."""
+
+TENSOR_OPTIONS = (
+    "qk_layernorm", "add_qkv_bias", "add_bias_linear", "swiglu", "normalization", "untie_embeddings_and_output_weights",
+)
+"""Engine options that decide which tensors a model has; the engine ignores tensors that the model lacks."""
+
+NUMERIC_OPTIONS = (
+    "layernorm_epsilon", "rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling", "window_size", "window_attn_skip_freq", "position_embedding_type",
+)
+"""Engine options that change what the same tensors compute; a change may be meant (longer samples), so it is told."""
 
 FILE_NAME = "bdlm_options.json"
 
@@ -52,6 +65,33 @@ def write_options(args: Any, folder: Optional[str]) -> None:
     os.replace(temporary, path)
 
 
+def starting_folder(load: Optional[str], pretrained: Optional[str]) -> Optional[str]:
+    """The folder that a run starts from: --load where it holds a checkpoint, else --pretrained-checkpoint."""
+    from megatron.bdlm.checkpoint.tracker import newest_checkpoint
+
+    return next((folder for folder in (load, pretrained) if newest_checkpoint(folder) is not None), None)
+
+
+def checkpoint_defaults(saved: Optional[Any], use_checkpoint_args: bool) -> dict[str, Any]:
+    """Options whose default is the checkpoint's value.
+
+    Args:
+        saved: the checkpoint's arguments, or None.
+        use_checkpoint_args: the engine's flag, which takes the model's shape from the checkpoint, but not all of it.
+    """
+    if saved is None:
+        return {}
+    names = MODEL_OPTIONS if is_block_diffusion(saved) else ()
+    if use_checkpoint_args:
+        names += TENSOR_OPTIONS + NUMERIC_OPTIONS
+    return {name: getattr(saved, name) for name in names if hasattr(saved, name)}
+
+
+def is_block_diffusion(saved: Any) -> bool:
+    """Whether a checkpoint's arguments are those of a block diffusion model, not of an autoregressive one."""
+    return getattr(saved, "bdlm_mask_token_id", None) is not None
+
+
 def checkpoint_arguments(load: Optional[str]) -> Optional[Any]:
     """The argument namespace inside the newest complete checkpoint of folder `load`, or None if there is none."""
     from megatron.core import dist_checkpointing
@@ -68,8 +108,13 @@ def check_against_checkpoint(config: BDLMConfig, saved: Any, load: str) -> None:
     """Refuse a run whose model options differ from those of the checkpoint that it loads.
 
     Raises:
-        BDLMConfigError: naming the flag and both values.
+        BDLMConfigError: naming the flag and both values; or an autoregressive checkpoint.
     """
+    if not is_block_diffusion(saved):
+        raise BDLMConfigError(
+            f"--load {load}: it holds an autoregressive model, which has no mask token. "
+            "Convert it first: tools/convert_checkpoint.py to-bdlm"
+        )
     for name in MODEL_OPTIONS:
         if not hasattr(saved, name):
             continue
@@ -80,6 +125,34 @@ def check_against_checkpoint(config: BDLMConfig, saved: Any, load: str) -> None:
                 f"{flag} {ours}: the checkpoint in {load} was written with {theirs}; a model keeps this option. "
                 f"A legal value: {theirs}"
             )
+
+
+def check_engine_options(args: Any, saved: Any, load: str) -> list[str]:
+    """Refuse engine options under which tensors of the checkpoint would be left out or missed.
+
+    Returns:
+        lines about other options of the model that differ.
+
+    Raises:
+        BDLMConfigError: naming the option and both values.
+    """
+    def differing(names: tuple[str, ...]) -> list[tuple[str, Any, Any]]:
+        values = [(name, getattr(args, name), getattr(saved, name)) for name in names if hasattr(saved, name)]
+        return [(name, ours, theirs) for name, ours, theirs in values if _comparable(ours) != _comparable(theirs)]
+
+    for name, ours, theirs in differing(TENSOR_OPTIONS):
+        raise BDLMConfigError(
+            f"{name} {ours}: the checkpoint in {load} was written with {theirs}, so it has other tensors. "
+            f"A legal value: {theirs} (or --use-checkpoint-args)"
+        )
+    return [
+        f"warning: {name} is {ours}, the checkpoint in {load} was written with {theirs}"
+        for name, ours, theirs in differing(NUMERIC_OPTIONS)
+    ]
+
+
+def _comparable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> Any:

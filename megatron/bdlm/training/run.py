@@ -14,23 +14,37 @@ from megatron.bdlm.checkpoint.tracker import repair_tracker
 from megatron.bdlm.model.builder import BlockDiffusionModelConfig
 from megatron.bdlm.training import hooks, step
 from megatron.bdlm.training.arguments import parse_arguments
-from megatron.bdlm.training.options import check_against_checkpoint, checkpoint_arguments, print_options, write_options
+from megatron.bdlm.training.options import (
+    check_against_checkpoint,
+    check_engine_options,
+    checkpoint_arguments,
+    print_options,
+    starting_folder,
+    write_options,
+)
 
 
-def prepare() -> Any:
+def prepare(group: type | None = None) -> Any:
     """Everything up to the engine's `pretrain`; returns its configuration container.
+
+    Args:
+        group: a further dataclass whose fields are flags of the entry script.
 
     Raises:
         BDLMConfigError: options that cannot run, or that contradict the checkpoint to load.
     """
-    args, config = parse_arguments()
+    args, config = parse_arguments(group)
     if args.rank == 0:
         repaired = repair_tracker(args.load)
         if repaired:
             print(f"> {repaired}", flush=True)
-    saved = checkpoint_arguments(args.load)
+    source = starting_folder(args.load, args.pretrained_checkpoint)
+    saved = checkpoint_arguments(source)
     if saved is not None:
-        check_against_checkpoint(config, saved, args.load)
+        check_against_checkpoint(config, saved, source)
+        for line in check_engine_options(args, saved, source):
+            if args.rank == 0:
+                print(f"> {line}", flush=True)
     if args.rank == 0:
         print_options(config)
         write_options(args, args.save)
