@@ -97,10 +97,11 @@ def decompose(stairs: Staircase, longest_step: int) -> Rectangles:
             size); a longer one, such as a whole run of blocks against another rank's keys, gets a
             rectangle of its own.
     """
-    stairs = _join_equal(_drop_empty(_single_rows_stand_still(_cut_double_slopes(stairs))))
+    stairs = _drop_empty(_single_rows_stand_still(_cut_double_slopes(_start_slopes_late(stairs))))
     if not stairs.count:
         return Rectangles.join([])
-    first = np.flatnonzero(_breaks(stairs, longest_step))
+    stairs = _join_equal(stairs, longest_step)
+    first = np.flatnonzero(~_steps_on(stairs, longest_step))
     nodes = (first, np.concatenate((first[1:], [stairs.count])))
     parts: list[Rectangles] = []
     upper, lower = [], []
@@ -119,6 +120,31 @@ def decompose(stairs: Staircase, longest_step: int) -> Rectangles:
 
 
 # ---- normal form ----------------------------------------------------------------------------
+
+
+def _start_slopes_late(stairs: Staircase) -> Staircase:
+    """Give the first row of a low slope to the level segment before it that sees the same.
+
+    A window W leaves the document's first token out from row W on; row W-1 still sees it. Slopes then
+    start where blocks do when W is a multiple of S.
+    """
+    level_end = stairs.high + np.where(stairs.high_moves, stairs.rows, 0)
+    late = np.zeros(stairs.count, bool)
+    late[1:] = (
+        stairs.low_moves[1:]
+        & ~stairs.low_moves[:-1]
+        & (stairs.group[1:] == stairs.group[:-1])
+        & (stairs.query[1:] == stairs.query[:-1] + stairs.rows[:-1])
+        & (stairs.low[1:] == stairs.low[:-1])
+        & (stairs.high[1:] == level_end[:-1])
+        & (stairs.high_moves[1:] == stairs.high_moves[:-1])
+    )
+    longer = np.append(late[1:], False)
+    moved = Staircase(
+        stairs.query + late, stairs.rows - late + longer, stairs.low + late, stairs.high + (late & stairs.high_moves),
+        stairs.low_moves, stairs.high_moves, stairs.group,
+    )
+    return moved.take(moved.rows > 0)
 
 
 def _cut_double_slopes(stairs: Staircase) -> Staircase:
@@ -178,30 +204,38 @@ def _follows(stairs: Staircase) -> np.ndarray:
     return follows
 
 
-def _join_equal(stairs: Staircase) -> Staircase:
-    """Join neighbours without a step between them, except the tiles of `_cut_double_slopes`."""
-    if not stairs.count:
-        return stairs
-    first = np.flatnonzero(~_follows(stairs) | (stairs.low_moves & stairs.high_moves))
-    joined = stairs.take(first)
-    rows = np.add.reduceat(stairs.rows, first)
-    return Staircase(joined.query, rows, joined.low, joined.high, joined.low_moves, joined.high_moves, joined.group)
+def _steps_on(stairs: Staircase, longest_step: int) -> np.ndarray:
+    """Whether segment i goes on from segment i-1 by a short step, [count] bool (first: False).
 
-
-def _breaks(stairs: Staircase, longest_step: int) -> np.ndarray:
-    """Segments at which a new top node starts: another group, a gap in the queries, a long step."""
-    starts = np.ones(stairs.count, bool)
+    Where it does not (another group, a gap in the queries, a long step) a new top node starts.
+    """
+    on = np.zeros(stairs.count, bool)
     before, after = stairs.take(slice(0, -1)), stairs.take(slice(1, None))
     low_end = before.low + np.where(before.low_moves, before.rows, 0)
     high_end = before.high + np.where(before.high_moves, before.rows, 0)
-    starts[1:] = (
-        (after.group != before.group)
-        | (after.query != before.query + before.rows)
-        | (np.maximum(after.rows, before.rows) > longest_step)
-        | (after.high - high_end > longest_step)
-        | (after.low - low_end > longest_step)
+    on[1:] = (
+        (after.group == before.group)
+        & (after.query == before.query + before.rows)
+        & (np.maximum(after.rows, before.rows) <= longest_step)
+        & (after.high - high_end <= longest_step)
+        & (after.low - low_end <= longest_step)
     )
-    return starts
+    return on
+
+
+def _join_equal(stairs: Staircase, longest_step: int) -> Staircase:
+    """Join neighbours without a step between them.
+
+    Not the tiles of `_cut_double_slopes`, and not the last segment before a flight of short steps: it is
+    the first of the flight, which would otherwise be halved out of step.
+    """
+    follows = _follows(stairs)
+    flight = _steps_on(stairs, longest_step) & ~follows
+    before_flight = np.append(flight[1:], False)
+    first = np.flatnonzero(~follows | before_flight | (stairs.low_moves & stairs.high_moves))
+    joined = stairs.take(first)
+    rows = np.add.reduceat(stairs.rows, first)
+    return Staircase(joined.query, rows, joined.low, joined.high, joined.low_moves, joined.high_moves, joined.group)
 
 
 # ---- nodes ----------------------------------------------------------------------------------
