@@ -105,8 +105,8 @@ DATA_ARGS=(
 
 EVAL_AND_LOGGING_ARGS=(
     --log-interval 10
-    --eval-interval 50
-    --eval-iters 4
+    --eval-interval 10
+    --eval-iters 2
     --save "$RUN_DIR/checkpoints"
     --save-interval 150
     --ckpt-format torch_dist
