@@ -17,15 +17,26 @@ from megatron.bdlm.data.documents import input_files, iterate_records, record_te
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog="Example: python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 4096 --output tokenizer"
+        description=__doc__,
+        epilog="Example: python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 4096 --output tokenizer",
     )
-    parser.add_argument("--input", nargs="+", default=[], help="JSON lines (.jsonl, .json), text files, or folders of them")
+    parser.add_argument(
+        "--input", nargs="+", default=[], help="JSON lines (.jsonl, .json), text files, or folders of them"
+    )
     parser.add_argument("--json-key", default="text", help="key of the text in a JSON line (default: %(default)s)")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--vocab-size", type=int, default=4096, help="tokens, special tokens included (default: %(default)s)")
-    parser.add_argument("--bytes", action="store_true", help="no training: one token a byte, 256 and the special tokens")
-    parser.add_argument("--extra-special-tokens", nargs="*", default=[], help="more special tokens, for example of a chat template")
-    parser.add_argument("--chat-template", type=Path, default=None, help="file with a Jinja chat template to keep in the folder")
+    parser.add_argument(
+        "--vocab-size", type=int, default=4096, help="tokens, special tokens included (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--bytes", action="store_true", help="no training: one token a byte, 256 and the special tokens"
+    )
+    parser.add_argument(
+        "--extra-special-tokens", nargs="*", default=[], help="more special tokens, for example of a chat template"
+    )
+    parser.add_argument(
+        "--chat-template", type=Path, default=None, help="file with a Jinja chat template to keep in the folder"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an existing folder")
     arguments = parser.parse_args()
     if not arguments.bytes and not arguments.input:
@@ -47,7 +58,9 @@ def main() -> None:
     if arguments.bytes:
         tokenizer = training.byte_tokenizer(arguments.extra_special_tokens)
     else:
-        tokenizer = training.train_byte_pair_encoding(texts(arguments), arguments.vocab_size, arguments.extra_special_tokens)
+        tokenizer = training.train_byte_pair_encoding(
+            texts(arguments), arguments.vocab_size, arguments.extra_special_tokens
+        )
     template = arguments.chat_template.read_text(encoding="utf-8") if arguments.chat_template else None
     training.save_tokenizer(tokenizer, arguments.output, template, arguments.overwrite)
     names = ", ".join(f"{token} {tokenizer.token_to_id(token)}" for token in training.SPECIAL_TOKENS)

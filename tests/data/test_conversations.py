@@ -51,7 +51,9 @@ def shown(piece):
 
 
 def test_assistant_turns_are_supervised_and_restart_blocks(encoder):
-    piece = encoder.encode(record(chat(("system", "be"), ("user", "hi"), ("assistant", "yo!"), ("user", "more"), ("assistant", "no"))))
+    piece = encoder.encode(
+        record(chat(("system", "be"), ("user", "hi"), ("assistant", "yo!"), ("user", "more"), ("assistant", "no")))
+    )
     assert shown(piece) == [
         ("<s>system\nbe</s>\n<s>user\nhi</s>\n<s>assistant\n", False),
         ("yo!</s>", True),
@@ -64,7 +66,9 @@ def test_assistant_turns_are_supervised_and_restart_blocks(encoder):
 def test_pieces_join_to_the_whole_template(encoder):
     messages = chat(("user", "hé 你"), ("assistant", "ça"), ("user", "?"))["messages"]
     piece = encoder.encode(record({"messages": messages}))
-    whole = encoder.fast(encoder.tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False).input_ids
+    whole = encoder.fast(
+        encoder.tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False
+    ).input_ids
     assert piece.tokens.tolist() == whole
 
 
@@ -83,23 +87,30 @@ def test_tokens_and_mask(encoder):
 
 def test_an_answer_without_an_end_token_ends_with_its_text(tmp_path):
     plain = encoder_of(tmp_path / "plain", "{% for m in messages %}{{ m.content }}\n{% endfor %}")
-    assert shown(plain.encode(record(chat(("user", "a"), ("assistant", "b"))))) == [("a\n", False), ("b", True), ("\n", False)]
+    assert shown(plain.encode(record(chat(("user", "a"), ("assistant", "b"))))) == [
+        ("a\n", False),
+        ("b", True),
+        ("\n", False),
+    ]
 
 
-@pytest.mark.parametrize("item, message", [
-    ('{"messages": [', r"a\.jsonl:7: broken JSON at column 15"),
-    ("[]", r"a\.jsonl:7: a line must be a JSON object"),
-    ({"text": "x"}, r"a\.jsonl:7: an item has 'messages'.*this one has 'text'"),
-    ({"messages": []}, r"a\.jsonl:7: 'messages' must be a list of objects"),
-    ({"messages": [{"content": "x"}]}, r"a\.jsonl:7: 'messages' must be a list of objects"),
-    ({"prompt": "x"}, r"a\.jsonl:7: 'completion' must be a string"),
-    ({"tokens": [1, 2], "mask": [1]}, r"a\.jsonl:7: 2 tokens but 1 mask values"),
-    ({"tokens": [1, "2"], "mask": [1, 1]}, r"a\.jsonl:7: 'tokens' must be a list of integers"),
-    ({"tokens": [1], "mask": [2]}, r"a\.jsonl:7: 'tokens' must be a list of integers"),
-    ({"tokens": [1, 999], "mask": [1, 1]}, r"a\.jsonl:7: token id 999 is outside the vocabulary of 261"),
-    ({"tokens": [MASK], "mask": [1]}, r"a\.jsonl:7: the item contains the mask token \(id 257\)"),
-    ({"prompt": "<|mask|>", "completion": "x"}, r"a\.jsonl:7: the item contains the mask token"),
-])
+@pytest.mark.parametrize(
+    "item, message",
+    [
+        ('{"messages": [', r"a\.jsonl:7: broken JSON at column 15"),
+        ("[]", r"a\.jsonl:7: a line must be a JSON object"),
+        ({"text": "x"}, r"a\.jsonl:7: an item has 'messages'.*this one has 'text'"),
+        ({"messages": []}, r"a\.jsonl:7: 'messages' must be a list of objects"),
+        ({"messages": [{"content": "x"}]}, r"a\.jsonl:7: 'messages' must be a list of objects"),
+        ({"prompt": "x"}, r"a\.jsonl:7: 'completion' must be a string"),
+        ({"tokens": [1, 2], "mask": [1]}, r"a\.jsonl:7: 2 tokens but 1 mask values"),
+        ({"tokens": [1, "2"], "mask": [1, 1]}, r"a\.jsonl:7: 'tokens' must be a list of integers"),
+        ({"tokens": [1], "mask": [2]}, r"a\.jsonl:7: 'tokens' must be a list of integers"),
+        ({"tokens": [1, 999], "mask": [1, 1]}, r"a\.jsonl:7: token id 999 is outside the vocabulary of 261"),
+        ({"tokens": [MASK], "mask": [1]}, r"a\.jsonl:7: the item contains the mask token \(id 257\)"),
+        ({"prompt": "<|mask|>", "completion": "x"}, r"a\.jsonl:7: the item contains the mask token"),
+    ],
+)
 def test_broken_items_are_refused_with_file_and_line(encoder, item, message):
     with pytest.raises(DataError, match=message):
         encoder.encode(record(item))
@@ -110,7 +121,10 @@ def test_a_template_that_drops_earlier_reasoning(tmp_path):
     encoder = encoder_of(tmp_path / "thinking", THINKING)
     piece = encoder.encode(record(chat(("user", "a"), ("assistant", "x</t>b"), ("user", "c"), ("assistant", "d"))))
     assert shown(piece) == [
-        ("<s>user:a</s><s>assistant:", False), ("b</s>", True), ("<s>user:c</s><s>assistant:(t)", False), ("d</s>", True)
+        ("<s>user:a</s><s>assistant:", False),
+        ("b</s>", True),
+        ("<s>user:c</s><s>assistant:(t)", False),
+        ("d</s>", True),
     ]
 
 

@@ -30,7 +30,11 @@ def tokenizer():
 def test_statistics(prefix):
     found = inspection.statistics(prefix)
     assert (found.documents, found.tokens, found.distinct) == (3, 24, 2)
-    assert (found.length_quantiles["least"], found.length_quantiles["median"], found.length_quantiles["most"]) == (4, 8, 12)
+    assert (found.length_quantiles["least"], found.length_quantiles["median"], found.length_quantiles["most"]) == (
+        4,
+        8,
+        12,
+    )
     assert found.entropy == pytest.approx(math.log(2))
     assert found.frequent == [(0, 0.5), (1, 0.5)]
 

@@ -42,7 +42,9 @@ def test_an_item_one_above_the_limit_is_refused():
     """C4: it must not push later blocks."""
     with pytest.raises(DataError, match="item 1: 9 tokens do not fit --seq-length 8; a legal value: 9"):
         pack([8, 9], 8)
-    with pytest.raises(DataError, match=r"a\.jsonl:3: 9 tokens do not fit --seq-length 8; a legal value: 9, or drop or truncate-left"):
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:3: 9 tokens do not fit --seq-length 8; a legal value: 9, or drop or truncate-left"
+    ):
         fit(piece(9), 8, "error", "a.jsonl:3")
     with pytest.raises(DataError, match="2 pieces take 9 tokens, a sample holds --seq-length 8"):
         assemble([piece(4), piece(5)], 8)
@@ -57,9 +59,19 @@ def test_policies_for_too_long_items():
     assert cut.restarts == (3,)  # the restart at token 2 is the new start
 
 
-@pytest.mark.parametrize("length, restarts, missing", [
-    (0, (), 0), (1, (), 3), (S - 1, (), 1), (S, (), 0), (S + 1, (), 3), (6, (1,), 3), (7, (3,), 0), (7, (3, 5), 2),
-])
+@pytest.mark.parametrize(
+    "length, restarts, missing",
+    [
+        (0, (), 0),
+        (1, (), 3),
+        (S - 1, (), 1),
+        (S, (), 0),
+        (S + 1, (), 3),
+        (6, (1,), 3),
+        (7, (3,), 0),
+        (7, (3, 5), 2),
+    ],
+)
 def test_tails(length, restarts, missing):
     p = piece(length, restarts=restarts)
     assert fill(p, 100, S, "ragged", 9) is p
@@ -84,7 +96,11 @@ def test_eos_fill_needs_an_end_token():
 
 
 def test_assembled_sample():
-    pieces = [piece(3, 10, restarts=(2,)), Piece(np.array([], dtype=np.int64), np.array([], dtype=bool)), fill(piece(2, 20), 8, S, "pad", None)]
+    pieces = [
+        piece(3, 10, restarts=(2,)),
+        Piece(np.array([], dtype=np.int64), np.array([], dtype=bool)),
+        fill(piece(2, 20), 8, S, "pad", None),
+    ]
     sample = assemble(pieces, 9, padding_token=7)
     assert sample["tokens"].tolist() == [10, 11, 12, 20, 21, 7, 7, 7, 7]
     assert sample["eligible"].tolist() == [False, True, True, False, True, False, False, False, False]

@@ -75,16 +75,19 @@ def test_workers_do_not_change_the_output(tmp_path, source, monkeypatch):
     assert one == two and one["documents"] == 100
 
 
-@pytest.mark.parametrize("line, message", [
-    ('{"text": "x"', r"a\.jsonl:2: broken JSON at column 13"),
-    ('{"txt": "x"}', r"a\.jsonl:2: no key 'text' \(--json-key\); the object has: 'txt'"),
-    ('{"text": 5}', r"a\.jsonl:2: the value of 'text' must be a string, this one is a int"),
-    ('{"text": null}', r"a\.jsonl:2: .*must be a string"),
-    ("[1]", r"a\.jsonl:2: a line must be a JSON object, this one is a list"),
-    (b'{"text": "\xff"}', r"a\.jsonl:2: byte 10 is not UTF-8"),
-    ('{"text": "\\ud800"}', r"a\.jsonl:2: character 0 of 'text' is a lone surrogate"),
-    ('{"text": "a <|mask|> b"}', r"a\.jsonl:2: the text contains the mask token \(id 257\).*--skip-mask-token"),
-])
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"text": "x"', r"a\.jsonl:2: broken JSON at column 13"),
+        ('{"txt": "x"}', r"a\.jsonl:2: no key 'text' \(--json-key\); the object has: 'txt'"),
+        ('{"text": 5}', r"a\.jsonl:2: the value of 'text' must be a string, this one is a int"),
+        ('{"text": null}', r"a\.jsonl:2: .*must be a string"),
+        ("[1]", r"a\.jsonl:2: a line must be a JSON object, this one is a list"),
+        (b'{"text": "\xff"}', r"a\.jsonl:2: byte 10 is not UTF-8"),
+        ('{"text": "\\ud800"}', r"a\.jsonl:2: character 0 of 'text' is a lone surrogate"),
+        ('{"text": "a <|mask|> b"}', r"a\.jsonl:2: the text contains the mask token \(id 257\).*--skip-mask-token"),
+    ],
+)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_faults_name_file_and_line_and_leave_nothing(tmp_path, source, line, message, workers):
     path = write_lines(tmp_path / "a.jsonl", '{"text": "fine"}', line, '{"text": "fine"}')
@@ -99,12 +102,15 @@ def test_documents_with_the_mask_token_can_be_left_out(tmp_path, source):
     assert documents(tmp_path) == [b"fine"] and manifest["mask_token_documents_left_out"] == 1
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda p: write_lines(p / "empty.jsonl"), "no document with a token in 1 files"),
-    (lambda p: write_lines(p / "blank.jsonl", '{"text": ""}'), "no document with a token.*1 empty ones"),
-    (lambda p: str(p / "nowhere.jsonl"), "nowhere.jsonl: no such file or folder"),
-    (lambda p: str((p / "folder").mkdir() or p / "folder"), "the folder holds no file that ends in"),
-])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda p: write_lines(p / "empty.jsonl"), "no document with a token in 1 files"),
+        (lambda p: write_lines(p / "blank.jsonl", '{"text": ""}'), "no document with a token.*1 empty ones"),
+        (lambda p: str(p / "nowhere.jsonl"), "nowhere.jsonl: no such file or folder"),
+        (lambda p: str((p / "folder").mkdir() or p / "folder"), "the folder holds no file that ends in"),
+    ],
+)
 def test_inputs_without_a_document_are_refused(tmp_path, source, make, message):
     with pytest.raises(DataError, match=message):
         run(tmp_path, source, make(tmp_path))
@@ -187,15 +193,18 @@ def test_stock_pair_is_consistent(prefix):
     assert indexed.read_manifest(prefix) is None
 
 
-@pytest.mark.parametrize("suffix, change, message", [
-    (".bin", lambda b: b[:-2], r"stock\.bin: truncated.*10 tokens of 2 bytes = 20 bytes, the file has 18"),
-    (".bin", lambda b: b + b"xx", r"stock\.bin: too long"),
-    (".idx", lambda b: b[:-1], r"stock\.idx: truncated: 3 sequences and 3 documents need 102 bytes, it has 101"),
-    (".idx", lambda b: b[:20], r"stock\.idx: no Megatron index.*truncated: 20 bytes"),
-    (".idx", lambda b: b"X" + b[1:], r"stock\.idx: no Megatron index"),
-    (".idx", lambda b: b[:17] + b"\x63" + b[18:], r"stock\.idx: version 1 with data type code 99"),
-    (".idx", lambda b: b + b"1234", r"stock\.idx: too long"),
-])
+@pytest.mark.parametrize(
+    "suffix, change, message",
+    [
+        (".bin", lambda b: b[:-2], r"stock\.bin: truncated.*10 tokens of 2 bytes = 20 bytes, the file has 18"),
+        (".bin", lambda b: b + b"xx", r"stock\.bin: too long"),
+        (".idx", lambda b: b[:-1], r"stock\.idx: truncated: 3 sequences and 3 documents need 102 bytes, it has 101"),
+        (".idx", lambda b: b[:20], r"stock\.idx: no Megatron index.*truncated: 20 bytes"),
+        (".idx", lambda b: b"X" + b[1:], r"stock\.idx: no Megatron index"),
+        (".idx", lambda b: b[:17] + b"\x63" + b[18:], r"stock\.idx: version 1 with data type code 99"),
+        (".idx", lambda b: b + b"1234", r"stock\.idx: too long"),
+    ],
+)
 def test_damaged_pairs_are_found(tmp_path, prefix, suffix, change, message):
     path = tmp_path / f"stock{suffix}"
     path.write_bytes(change(path.read_bytes()))

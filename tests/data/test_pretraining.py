@@ -1,4 +1,7 @@
-"""Pretraining samples: exactly L clean tokens, eligibility by place, identity, cache key, refusals (faults C1, C2, C3, C6, C7)."""
+"""Pretraining samples: exactly L clean tokens, eligibility by place, identity, cache key, refusals.
+
+Faults C1, C2, C3, C6, C7.
+"""
 
 import json
 import os
@@ -48,8 +51,16 @@ def prefix(tmp_path):
 
 def config(tokenizer, prefix, tmp_path, **changes):
     values = dict(
-        random_seed=5, sequence_length=L, blend=([prefix], None) if prefix else None, split="80,10,10", tokenizer=tokenizer,
-        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, path_to_cache=str(tmp_path / "cache"), mask_token_id=100,
+        random_seed=5,
+        sequence_length=L,
+        blend=([prefix], None) if prefix else None,
+        split="80,10,10",
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        path_to_cache=str(tmp_path / "cache"),
+        mask_token_id=100,
     )
     return BDLMDatasetConfig(**{**values, **changes})
 
@@ -68,8 +79,11 @@ def test_sample_format_and_collate(tokenizer, prefix, tmp_path):
         assert dataset.split.name == name
         sample = dataset[1]
         assert {key: (value.dtype, tuple(value.shape)) for key, value in sample.items()} == {
-            "tokens": (torch.int64, (L,)), "eligible": (torch.bool, (L,)), "documents": (torch.int32, (L,)),
-            "sample_index": (torch.int64, ()), "epoch": (torch.int64, ()),
+            "tokens": (torch.int64, (L,)),
+            "eligible": (torch.bool, (L,)),
+            "documents": (torch.int32, (L,)),
+            "sample_index": (torch.int64, ()),
+            "epoch": (torch.int64, ()),
         }
     batch = next(iter(torch.utils.data.DataLoader(train, batch_size=3)))
     assert batch["tokens"].shape == (3, L) and batch["sample_index"].tolist() == [0, 1, 2]
@@ -115,9 +129,19 @@ def test_reading_twice_gives_the_same(tokenizer, prefix, tmp_path):
 def test_partial_last_validation_sample_is_padding_not_tokens(tokenizer, tmp_path):
     data = write(str(tmp_path / "v"), [list(range(1, 21))])
     _, valid, _ = build_numbered_datasets(
-        config(tokenizer, None, tmp_path, blend_per_split=[None, ([data], None), None], split=None, blend=None,
-               drop_last_partial_validation_sequence=False, separate_documents=True, full_validation=True),
-        (0, None, 0), 4,
+        config(
+            tokenizer,
+            None,
+            tmp_path,
+            blend_per_split=[None, ([data], None), None],
+            split=None,
+            blend=None,
+            drop_last_partial_validation_sequence=False,
+            separate_documents=True,
+            full_validation=True,
+        ),
+        (0, None, 0),
+        4,
     )
     assert len(valid) == 2
     tail = next(s for s in (valid[0], valid[1]) if not s["eligible"].all())
@@ -143,9 +167,15 @@ def test_documents_follow_the_index(tokenizer, prefix, tmp_path):
         assert set(ends[:-1]) <= set(eods) <= set(ends)
 
 
-@pytest.mark.parametrize("lengths, total, numbers", [
-    ([2, 0, 1], 5, [0, 0, 1, -1, -1]), ([0, 3], 3, [0, 0, 0]), ([], 2, [-1, -1]), ([1, 1], 2, [0, 1]),
-])
+@pytest.mark.parametrize(
+    "lengths, total, numbers",
+    [
+        ([2, 0, 1], 5, [0, 0, 1, -1, -1]),
+        ([0, 3], 3, [0, 0, 0]),
+        ([], 2, [-1, -1]),
+        ([1, 1], 2, [0, 1]),
+    ],
+)
 def test_number_documents(lengths, total, numbers):
     assert number_documents(lengths, total).tolist() == numbers
     assert sum(document_lengths(numbers)) == total
@@ -232,23 +262,39 @@ def test_data_of_another_tokenizer_is_refused(tokenizer, prefix):
     indexed.manifest_path(prefix).write_text(json.dumps(manifest))
     check_data_tokenizer([prefix], tokenizer, SOURCE)
     other = TokenizerSource("NullTokenizer", vocab_size=101)
-    with pytest.raises(DataError, match="another tokenizer: written by NullTokenizer .*100 tokens.*the run has NullTokenizer .*101 tokens"):
+    with pytest.raises(
+        DataError,
+        match="another tokenizer: written by NullTokenizer .*100 tokens.*the run has NullTokenizer .*101 tokens",
+    ):
         check_data_tokenizer([prefix], load_tokenizer(other), other)
 
 
-@pytest.mark.parametrize("positions, attention, inter, separate", [
-    (False, False, False, False), (True, True, False, True), (False, False, True, True),
-])
+@pytest.mark.parametrize(
+    "positions, attention, inter, separate",
+    [
+        (False, False, False, False),
+        (True, True, False, True),
+        (False, False, True, True),
+    ],
+)
 def test_flags_for_separate_documents(positions, attention, inter, separate):
-    args = SimpleNamespace(reset_position_ids=positions, reset_attention_mask=attention, dataloader_inter_document_masking=inter)
+    args = SimpleNamespace(
+        reset_position_ids=positions, reset_attention_mask=attention, dataloader_inter_document_masking=inter
+    )
     assert documents_are_separate(args) is separate
 
 
-@pytest.mark.parametrize("positions, given, other", [
-    (True, "--reset-position-ids", "--reset-attention-mask"), (False, "--reset-attention-mask", "--reset-position-ids"),
-])
+@pytest.mark.parametrize(
+    "positions, given, other",
+    [
+        (True, "--reset-position-ids", "--reset-attention-mask"),
+        (False, "--reset-attention-mask", "--reset-position-ids"),
+    ],
+)
 def test_half_a_restart_is_refused(positions, given, other):
-    args = SimpleNamespace(reset_position_ids=positions, reset_attention_mask=not positions, dataloader_inter_document_masking=False)
+    args = SimpleNamespace(
+        reset_position_ids=positions, reset_attention_mask=not positions, dataloader_inter_document_masking=False
+    )
     with pytest.raises(DataError, match=f"{given}: .*give {other} too"):
         documents_are_separate(args)
 
@@ -257,7 +303,9 @@ def test_half_a_restart_is_refused(positions, given, other):
 
 
 def test_mock_samples_are_deterministic_and_inside_the_vocabulary(tokenizer, tmp_path):
-    first, again = (build(tokenizer, None, tmp_path, path_to_cache=None, split=None, mask_token_id=3)[0] for _ in range(2))
+    first, again = (
+        build(tokenizer, None, tmp_path, path_to_cache=None, split=None, mask_token_id=3)[0] for _ in range(2)
+    )
     tokens = torch.stack([first[i]["tokens"] for i in range(40)])
     assert torch.equal(tokens, torch.stack([again[i]["tokens"] for i in range(40)]))
     assert 0 <= tokens.min() and tokens.max() < 100 and not (tokens == 3).any()

@@ -42,11 +42,16 @@ def prepare(paths, encoder, cache=None, **policies):
 @pytest.fixture
 def paths(tmp_path):
     generator = np.random.default_rng(0)
-    return write(tmp_path / "a.jsonl", [item(*generator.integers(1, 8, 2).tolist(), int(generator.integers(0, 80))) for _ in range(40)])
+    return write(
+        tmp_path / "a.jsonl",
+        [item(*generator.integers(1, 8, 2).tolist(), int(generator.integers(0, 80))) for _ in range(40)],
+    )
 
 
 def samples_of(prepared, method="first-fit", split=Split.train, shuffle=True, **options):
-    return ConversationSamples(prepared, np.arange(len(prepared)), L, method, Order(5, shuffle, options.pop("bucket", 0)), split, **options)
+    return ConversationSamples(
+        prepared, np.arange(len(prepared)), L, method, Order(5, shuffle, options.pop("bucket", 0)), split, **options
+    )
 
 
 def same(a, b):
@@ -56,8 +61,12 @@ def same(a, b):
 def test_sample_format_and_collate(paths, encoder):
     samples = samples_of(prepare(paths, encoder))
     assert {key: (value.dtype, tuple(value.shape)) for key, value in samples[0].items()} == {
-        "tokens": (torch.int64, (L,)), "eligible": (torch.bool, (L,)), "documents": (torch.int32, (L,)), "restarts": (torch.bool, (L,)),
-        "sample_index": (torch.int64, ()), "epoch": (torch.int64, ()),
+        "tokens": (torch.int64, (L,)),
+        "eligible": (torch.bool, (L,)),
+        "documents": (torch.int32, (L,)),
+        "restarts": (torch.bool, (L,)),
+        "sample_index": (torch.int64, ()),
+        "epoch": (torch.int64, ()),
     }
     assert samples.split is Split.train
     assert next(iter(torch.utils.data.DataLoader(samples, batch_size=2)))["restarts"].shape == (2, L)
@@ -104,7 +113,11 @@ def test_workers_do_not_change_samples(paths, encoder, tmp_path):
 
 def test_validation_repeats_without_shuffling(paths, encoder):
     samples = samples_of(prepare(paths, encoder), "sequential", Split.valid, shuffle=False, length=9, repeat=3)
-    assert [(int(samples[i]["sample_index"]), int(samples[i]["epoch"])) for i in range(9)] == [(0, 0), (1, 0), (2, 0)] * 3
+    assert [(int(samples[i]["sample_index"]), int(samples[i]["epoch"])) for i in range(9)] == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+    ] * 3
     assert samples[0]["tokens"][0] == prepare(paths, encoder).piece(0).tokens[0]
 
 
@@ -164,7 +177,8 @@ def test_corruption_stays_inside_the_answer(tmp_path, encoder, tail):
     config = BDLMConfig(bdlm_block_size=4, bdlm_mask_token_id=100)
     starts = block_starts_of(L, 4, None, np.flatnonzero(sample["restarts"]))
     hits = sum(
-        corrupt(sample["tokens"], sample["eligible"], config, 1, draw, 0, block_starts=starts).corrupted[0].astype(int) for draw in range(1000)
+        corrupt(sample["tokens"], sample["eligible"], config, 1, draw, 0, block_starts=starts).corrupted[0].astype(int)
+        for draw in range(1000)
     )
     assert hits.nonzero()[0].tolist() == [5, 6, 7, 8]
 
@@ -219,10 +233,26 @@ def test_split_items():
 def test_build_from_arguments(paths, encoder, tmp_path, monkeypatch):
     monkeypatch.setattr("megatron.training.get_tokenizer", lambda: encoder.tokenizer)
     args = SimpleNamespace(
-        bdlm_mask_token_id=100, tokenizer_type="NullTokenizer", tokenizer_model=None, vocab_file=None, merge_file=None, vocab_size=100,
-        seq_length=L, bdlm_sft_too_long="error", bdlm_sft_packing="first-fit", bdlm_tail_policy="ragged", bdlm_block_size=4,
-        train_data_path=None, valid_data_path=None, test_data_path=None, data_path=paths, data_cache_path=str(tmp_path / "cache"),
-        split="80,20,0", eval_iters=2, global_batch_size=3, seed=1,
+        bdlm_mask_token_id=100,
+        tokenizer_type="NullTokenizer",
+        tokenizer_model=None,
+        vocab_file=None,
+        merge_file=None,
+        vocab_size=100,
+        seq_length=L,
+        bdlm_sft_too_long="error",
+        bdlm_sft_packing="first-fit",
+        bdlm_tail_policy="ragged",
+        bdlm_block_size=4,
+        train_data_path=None,
+        valid_data_path=None,
+        test_data_path=None,
+        data_path=paths,
+        data_cache_path=str(tmp_path / "cache"),
+        split="80,20,0",
+        eval_iters=2,
+        global_batch_size=3,
+        seed=1,
     )
     train, valid, test = sft.build_finetuning_datasets(args, (100, 24, 6))
     assert (len(train), len(valid), test) == (100, 24, None)

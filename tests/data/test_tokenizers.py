@@ -90,13 +90,16 @@ def test_without_a_mask_token_one_row_is_new(size):
     vocabulary.check_padded(vocabulary.padded(128))
 
 
-@pytest.mark.parametrize("requested, message", [
-    (-1, "must be one of the tokenizer's 300 ids or 300"),
-    (301, "not in the padding rows. A legal value: 298"),
-    (297, "end-of-document token.*A legal value: 298"),
-    (0, "ordinary token.*A legal value: 298"),
-    (299, "ordinary token"),  # the padding token has a role
-])
+@pytest.mark.parametrize(
+    "requested, message",
+    [
+        (-1, "must be one of the tokenizer's 300 ids or 300"),
+        (301, "not in the padding rows. A legal value: 298"),
+        (297, "end-of-document token.*A legal value: 298"),
+        (0, "ordinary token.*A legal value: 298"),
+        (299, "ordinary token"),  # the padding token has a role
+    ],
+)
 def test_mask_ids_that_text_could_contain_are_refused(tokenizer, requested, message):
     with pytest.raises(DataError, match=f"--bdlm-mask-token-id {requested}: .*{message}"):
         resolve_vocabulary(tokenizer, requested)
@@ -133,11 +136,14 @@ def test_identity_follows_content_not_place(folder, tokenizer, tmp_path):
     assert tokenizer_identity(load_tokenizer(changed), changed)["content_sha256"] != identity["content_sha256"]
 
 
-@pytest.mark.parametrize("source, message", [
-    (TokenizerSource("Nothing"), "--tokenizer-type Nothing: known types"),
-    (TokenizerSource("NullTokenizer"), "needs --vocab-size"),
-    (TokenizerSource("HuggingFaceTokenizer"), "needs --tokenizer-model"),
-])
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        (TokenizerSource("Nothing"), "--tokenizer-type Nothing: known types"),
+        (TokenizerSource("NullTokenizer"), "needs --vocab-size"),
+        (TokenizerSource("HuggingFaceTokenizer"), "needs --tokenizer-model"),
+    ],
+)
 def test_sources_that_cannot_load_are_refused(source, message):
     with pytest.raises(DataError, match=message):
         load_tokenizer(source)

@@ -48,10 +48,13 @@ def test_a_changed_byte_is_found_by_its_checksum(prefix):
     assert faults(prefix, checksums=False) == []
 
 
-@pytest.mark.parametrize("value, message", [
-    (257, r"d.bin: document 1, token 2: the mask token 257 is a real token here"),
-    (300, r"d.bin: document 1, token 2: id 300 is outside the tokenizer's 259 tokens"),
-])
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        (257, r"d.bin: document 1, token 2: the mask token 257 is a real token here"),
+        (300, r"d.bin: document 1, token 2: id 300 is outside the tokenizer's 259 tokens"),
+    ],
+)
 def test_ids_that_must_not_occur_are_placed(prefix, monkeypatch, value, message):
     monkeypatch.setattr(verification, "CHUNK_TOKENS", 2)
     put(prefix, 5, value)
@@ -77,7 +80,10 @@ def test_offsets_that_do_not_follow_the_lengths_are_found(prefix, tmp_path):
     place = indexed.HEADER_BYTES + 4 * 3 + 8  # offset of sequence 1
     index[place : place + 8] = struct.pack("<q", 4)
     (tmp_path / "d.idx").write_bytes(index)
-    assert any("sequence 1 starts at byte 4, its predecessors end at 6" in message for message in faults(prefix, checksums=False))
+    assert any(
+        "sequence 1 starts at byte 4, its predecessors end at 6" in message
+        for message in faults(prefix, checksums=False)
+    )
 
 
 def test_stock_data_are_checked_against_a_given_tokenizer(tmp_path, source):

@@ -59,7 +59,15 @@ def prefix(folder, corpus, tokenizer, capsys):
     path = folder / "data"
     if not Path(f"{path}.bin").exists():
         code, out, err = run(
-            capsys, "preprocess_data.py", "--input", corpus, "--output-prefix", path, "--tokenizer-model", tokenizer, "--append-eod"
+            capsys,
+            "preprocess_data.py",
+            "--input",
+            corpus,
+            "--output-prefix",
+            path,
+            "--tokenizer-model",
+            tokenizer,
+            "--append-eod",
         )
         assert code == 0 and re.search(r"unigram entropy: \d\.\d{4} nats/token", out) and "B/s" in err
     return path
@@ -80,13 +88,21 @@ def test_unreadable_files_are_skipped_with_a_message(folder, capsys):
     (source / "good.py").write_text("x = 1\n")
     (source / "bad.py").write_bytes(b"\xff\xfe\x00")
     code, out, err = run(capsys, "build_corpus.py", "--source", source, "--output", folder / "s.jsonl")
-    assert code == 0 and "1 documents" in out and "1 unreadable files skipped" in out and f"skipped {source / 'bad.py'}" in err
+    assert (
+        code == 0
+        and "1 documents" in out
+        and "1 unreadable files skipped" in out
+        and f"skipped {source / 'bad.py'}" in err
+    )
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (("--source", "/nowhere"), "error: --source /nowhere: no such folder"),
-    (("--suffix", ".none"), "no readable file that ends in .none"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--source", "/nowhere"), "error: --source /nowhere: no such folder"),
+        (("--suffix", ".none"), "no readable file that ends in .none"),
+    ],
+)
 def test_corpus_refusals(folder, capsys, arguments, message):
     code, _, err = run(capsys, "build_corpus.py", "--output", folder / "no.jsonl", *arguments)
     assert code == 2 and message in err and not list(folder.glob("no.jsonl*"))
@@ -95,7 +111,14 @@ def test_corpus_refusals(folder, capsys, arguments, message):
 def test_preprocess_reports_faults(folder, tokenizer, capsys):
     (folder / "broken.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     code, _, err = run(
-        capsys, "preprocess_data.py", "--input", folder / "broken.jsonl", "--output-prefix", folder / "broken", "--tokenizer-model", tokenizer
+        capsys,
+        "preprocess_data.py",
+        "--input",
+        folder / "broken.jsonl",
+        "--output-prefix",
+        folder / "broken",
+        "--tokenizer-model",
+        tokenizer,
     )
     assert code == 2 and "broken.jsonl:2: broken JSON at column 10" in err
     assert [path.name for path in folder.glob("broken*")] == ["broken.jsonl"]
@@ -118,9 +141,23 @@ def environment():
 def test_inspect(prefix, tokenizer, folder):
     """In its own process: it enables the CPU platform."""
     done = subprocess.run(
-        [sys.executable, TOOLS / "inspect_data.py", prefix, "--tokenizer-model", tokenizer, "--seq-length", "64",
-         "--bdlm-recipe", "bd3lm", "--plot", folder / "plot.png"],
-        capture_output=True, text=True, timeout=120, env=environment(),
+        [
+            sys.executable,
+            TOOLS / "inspect_data.py",
+            prefix,
+            "--tokenizer-model",
+            tokenizer,
+            "--seq-length",
+            "64",
+            "--bdlm-recipe",
+            "bd3lm",
+            "--plot",
+            folder / "plot.png",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment(),
     )
     assert done.returncode == 0, done.stderr
     assert "sample 0, view 0: 4 blocks" in done.stdout and "unigram entropy" in done.stdout
@@ -135,9 +172,21 @@ def test_killed_preprocess_leaves_nothing(folder, tokenizer):
     text.write_text((json.dumps({"text": "def f(x):\n    return x + 1\n" * 2000}) + "\n") * 400)  # many seconds of work
     output.mkdir()
     process = subprocess.Popen(
-        [sys.executable, TOOLS / "preprocess_data.py", "--input", text, "--output-prefix", output / "d",
-         "--tokenizer-model", tokenizer, "--workers", "2"],
-        stderr=subprocess.PIPE, text=True, env=environment(),
+        [
+            sys.executable,
+            TOOLS / "preprocess_data.py",
+            "--input",
+            text,
+            "--output-prefix",
+            output / "d",
+            "--tokenizer-model",
+            tokenizer,
+            "--workers",
+            "2",
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
     )
     deadline = time.monotonic() + 120
     while not list(output.glob("*.partial-*")):
@@ -155,6 +204,13 @@ def test_interrupted_preprocess_leaves_nothing(folder, corpus, tokenizer, capsys
 
     monkeypatch.setattr("megatron.bdlm.data.preprocess.Encoder.encode", interrupt)
     code, _, err = run(
-        capsys, "preprocess_data.py", "--input", corpus, "--output-prefix", folder / "interrupted", "--tokenizer-model", tokenizer
+        capsys,
+        "preprocess_data.py",
+        "--input",
+        corpus,
+        "--output-prefix",
+        folder / "interrupted",
+        "--tokenizer-model",
+        tokenizer,
     )
     assert code == 130 and "interrupted" in err and not list(folder.glob("interrupted*"))

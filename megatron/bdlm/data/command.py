@@ -16,7 +16,6 @@ from typing import Any
 from megatron.bdlm.data.documents import DataError
 from megatron.bdlm.data.partial import remove_partial_output
 
-
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

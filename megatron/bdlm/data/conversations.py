@@ -2,13 +2,14 @@
 
 A line of a JSON lines file is one item, in one of three forms:
 
-    {"messages": [{"role": "user", "content": ".."}, {"role": "assistant", "content": ".."}, ..]}   by the tokenizer's chat template
-    {"prompt": "..", "completion": ".."}                                                          plain text, an end token behind
-    {"tokens": [5, 9, ..], "mask": [0, 1, ..]}                                                    ids, 1 = supervised
+    {"messages": [{"role": "user", "content": ".."}, {"role": "assistant", ..}, ..]}   the tokenizer's chat template
+    {"prompt": "..", "completion": ".."}                                               plain text, an end token behind
+    {"tokens": [5, 9, ..], "mask": [0, 1, ..]}                                         ids, 1 = supervised
 
 Supervised is the content of the assistant turns with the end-of-turn token behind it; what the template writes around
-them belongs to the prompts, and so does a turn without text (a tool call). Blocks count anew at the start of every answer and of every prompt after it, so that no
-block holds an answer and the prompt that follows: such a block would show the answer its future.
+them belongs to the prompts, and so does a turn without text (a tool call). Blocks count anew at the start of every
+answer and of every prompt after it, so that no block holds an answer and the prompt that follows: such a block would
+show the answer its future.
 
 A turn is tokenized by itself, as at sampling, where the prompt stands alone before the answer exists.
 """
@@ -56,17 +57,22 @@ class ConversationEncoder:
         """One item.
 
         Raises:
-            DataError: the line is broken, has none of the three forms, or its ids cannot be used; file and line are named.
+            DataError: the line is broken, has none of the three forms, or its ids cannot be used; names file and line.
         """
         fields = _fields(record)
         forms: list[tuple[str, Callable[[dict[str, Any], str], list[Segment]]]] = [
-            ("messages", self._messages), ("prompt", self._completion), ("tokens", self._ids),
+            ("messages", self._messages),
+            ("prompt", self._completion),
+            ("tokens", self._ids),
         ]
         for key, encode in forms:
             if key in fields:
                 return self._piece(encode(fields, record.place), record.place)
         keys = ", ".join(map(repr, fields)) or "no key"
-        raise DataError(f"{record.place}: an item has 'messages', 'prompt' and 'completion', or 'tokens' and 'mask'; this one has {keys}")
+        raise DataError(
+            f"{record.place}: an item has 'messages', 'prompt' and 'completion', or 'tokens' and 'mask'; this "
+            f"one has {keys}"
+        )
 
     def _piece(self, segments: list[Segment], place: str) -> Piece:
         segments = [segment for segment in segments if segment[0]]
@@ -76,7 +82,9 @@ class ConversationEncoder:
             outside = int(tokens.max() if tokens.max() >= self.size else tokens.min())
             raise DataError(f"{place}: token id {outside} is outside the vocabulary of {self.size} tokens")
         if self.mask is not None and (tokens == self.mask).any():
-            raise DataError(f"{place}: the item contains the mask token (id {self.mask}), which must never be a real token")
+            raise DataError(
+                f"{place}: the item contains the mask token (id {self.mask}), which must never be a real token"
+            )
         turns = np.flatnonzero(np.diff(eligible)) + 1
         return Piece(tokens, eligible, tuple(turns.tolist()))
 
@@ -97,7 +105,9 @@ class ConversationEncoder:
 
     def _ids(self, fields: dict[str, Any], place: str) -> list[Segment]:
         tokens, mask = fields["tokens"], fields.get("mask")
-        integers = isinstance(tokens, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in tokens)
+        integers = isinstance(tokens, list) and all(
+            isinstance(token, int) and not isinstance(token, bool) for token in tokens
+        )
         if not integers or not isinstance(mask, list) or any(flag not in (0, 1) for flag in mask):
             raise DataError(f"{place}: 'tokens' must be a list of integers and 'mask' a list of 0 and 1")
         if len(tokens) != len(mask):
@@ -106,7 +116,11 @@ class ConversationEncoder:
 
     def _messages(self, fields: dict[str, Any], place: str) -> list[Segment]:
         messages = fields["messages"]
-        if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) and "role" in m for m in messages):
+        if (
+            not isinstance(messages, list)
+            or not messages
+            or not all(isinstance(m, dict) and "role" in m for m in messages)
+        ):
             raise DataError(f"{place}: 'messages' must be a list of objects with 'role' and 'content'")
         if self.fast is None or not self.tokenizer.chat_template:
             raise DataError(f"{place}: 'messages' need a tokenizer with a chat template; give one with --chat-template")
@@ -133,13 +147,14 @@ class ConversationEncoder:
         parts = self._render(marked, place).split(MARKER)
         if len(parts) != 2 or not whole.startswith(parts[0]) or not whole[len(parts[0]) :].endswith(parts[1]):
             raise DataError(
-                f"{place}: the chat template does not write message {number} once as it is, so that the answer cannot be told "
+                f"{place}: the chat template does not write message {number} once as it is, so that the "
+                "answer cannot be told "
                 "apart; give 'tokens' and 'mask', or another template"
             )
         return len(parts[0]), len(whole) - len(parts[1])
 
     def _with_end_of_turn(self, whole: str, end: int) -> int:
-        """`end` moved behind the special token that follows the answer, if one does: what the model must write to stop."""
+        """`end` moved behind the special token that follows the answer, if one does: the model writes it to stop."""
         rest = whole[end:]
         blank = len(rest) - len(rest.lstrip())
         for token in self.special:

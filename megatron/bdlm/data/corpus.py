@@ -75,9 +75,9 @@ def build_corpus(
 ) -> CorpusSummary:
     """Write `output` as JSON lines with the fields `text` and `path`, at most `size_limit` bytes of text.
 
-    Files above `file_limit` bytes are left out: in the standard library they are tables, and one of them
-    would be a tenth of a small corpus. The file appears under its name only when it is complete. A file that cannot be read as text is
-    skipped with a message.
+    Files above `file_limit` bytes are left out: in the standard library they are tables, and one of them would be a
+    tenth of a small corpus. The file appears under its name only when it is complete. A file that cannot be read as
+    text is skipped with a message.
 
     Raises:
         DataError: no document was found.

@@ -33,7 +33,9 @@ class Record:
         return f"{self.path}:{self.line}" if self.line else self.path
 
 
-def input_files(inputs: Iterable[str | os.PathLike], suffixes: Iterable[str] = JSON_SUFFIXES + TEXT_SUFFIXES) -> list[Path]:
+def input_files(
+    inputs: Iterable[str | os.PathLike], suffixes: Iterable[str] = JSON_SUFFIXES + TEXT_SUFFIXES
+) -> list[Path]:
     """Files behind the arguments: a file is taken as it is, a folder gives its files with one of `suffixes`, sorted.
 
     Raises:
@@ -101,14 +103,19 @@ def record_text(record: Record, json_key: str = "text") -> str:
         raise DataError(f"{record.place}: a line must be a JSON object, this one is a {type(fields).__name__}")
     if json_key not in fields:
         raise DataError(
-            f"{record.place}: no key {json_key!r} (--json-key); the object has: {', '.join(map(repr, fields)) or 'no key'}"
+            f"{record.place}: no key {json_key!r} (--json-key); the object has: "
+            f"{', '.join(map(repr, fields)) or 'no key'}"
         )
     value = fields[json_key]
     if not isinstance(value, str):
-        raise DataError(f"{record.place}: the value of {json_key!r} must be a string, this one is a {type(value).__name__}")
+        raise DataError(
+            f"{record.place}: the value of {json_key!r} must be a string, this one is a {type(value).__name__}"
+        )
     # A lone surrogate ("\\ud800") is legal JSON but no text: no tokenizer can encode it.
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(f"{record.place}: character {error.start} of {json_key!r} is a lone surrogate, not text") from error
+        raise DataError(
+            f"{record.place}: character {error.start} of {json_key!r} is a lone surrogate, not text"
+        ) from error
     return value

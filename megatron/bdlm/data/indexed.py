@@ -5,7 +5,8 @@ document boundaries (the engine's `IndexedDataset`); `prefix.manifest.json` is o
 identity, counts, checksums. A pair without a manifest (written by Megatron's own tool) is read
 unchanged; what needs the manifest is then not checked.
 
-    idx: 9 magic, 8 version, 1 dtype code, 8 sequences n, 8 boundaries d, 4n lengths, 8n offsets, 8d boundaries, (n modes)
+    idx: 9 magic, 8 version, 1 dtype code, 8 sequences n, 8 boundaries d, 4n lengths, 8n offsets,
+         8d boundaries, (n modes)
 """
 
 import contextlib
@@ -67,14 +68,22 @@ def check_pair(prefix: str) -> IndexSummary:
     with open(index, "rb") as stream:
         header = stream.read(HEADER_BYTES)
     if len(header) < HEADER_BYTES or header[:9] != MAGIC:
-        raise DataError(f"{index}: no Megatron index (its first bytes are not {MAGIC[:7].decode()}, or it is truncated: {size} bytes)")
+        raise DataError(
+            f"{index}: no Megatron index (its first bytes are not {MAGIC[:7].decode()}, or it is truncated: "
+            f"{size} bytes)"
+        )
     version, code, sequences, boundaries = struct.unpack("<QBQQ", header[9:])
     if version != 1 or code not in _DTYPES:
-        raise DataError(f"{index}: version {version} with data type code {code} is not readable; version 1 with an integer type is")
+        raise DataError(
+            f"{index}: version {version} with data type code {code} is not readable; version 1 with an integer type is"
+        )
     expected = HEADER_BYTES + 12 * sequences + 8 * boundaries
     if size not in (expected, expected + sequences):
         state = "truncated" if size < expected else "too long"
-        raise DataError(f"{index}: {state}: {sequences} sequences and {boundaries - 1} documents need {expected} bytes, it has {size}")
+        raise DataError(
+            f"{index}: {state}: {sequences} sequences and {boundaries - 1} documents need {expected} bytes, "
+            f"it has {size}"
+        )
     if sequences == 0:
         raise DataError(f"{index}: it holds no sequence")
     lengths = np.memmap(index, dtype=np.int32, mode="r", offset=HEADER_BYTES, shape=(sequences,))
@@ -83,14 +92,15 @@ def check_pair(prefix: str) -> IndexSummary:
     if held != tokens * dtype.itemsize:
         state = "truncated" if held < tokens * dtype.itemsize else "too long"
         raise DataError(
-            f"{bin_path(prefix)}: {state}, or from another index: the index counts {tokens} tokens of {dtype.itemsize} bytes "
+            f"{bin_path(prefix)}: {state}, or from another index: the index counts {tokens} tokens of "
+            f"{dtype.itemsize} bytes "
             f"= {tokens * dtype.itemsize} bytes, the file has {held}"
         )
     return IndexSummary(sequences, boundaries - 1, tokens, dtype)
 
 
 def pair_fingerprint(prefix: str) -> str:
-    """A cheap content key for caches: sizes and the first and last 64 KiB of both files (not their times, which a copy changes)."""
+    """A cheap content key for caches: sizes, first and last 64 KiB of both files (not times: a copy changes them)."""
     digest = hashlib.sha256()
     for path in (bin_path(prefix), idx_path(prefix)):
         size = path.stat().st_size

@@ -1,6 +1,6 @@
 """Look at indexed data: statistics, one sample as training sees it with its noise, and a picture.
 
-    | t=0.31 |def f(x):\\n | t=0.87 | ret[urn] [x]...      corrupted tokens stand out, each block shows its noise level
+| t=0.31 |def f(x):\\n | t=0.87 | ret[urn] [x]...      corrupted tokens stand out, each block shows its noise level
 """
 
 import tempfile
@@ -67,7 +67,9 @@ def statistics(prefix: str, top: int = 10, progress: bool = False) -> Statistics
     )
 
 
-def training_sample(prefix: str, tokenizer: Any, index: int, seq_length: int, seed: int, separate_documents: bool = False) -> Sample:
+def training_sample(
+    prefix: str, tokenizer: Any, index: int, seq_length: int, seed: int, separate_documents: bool = False
+) -> Sample:
     """Sample `index` of one training pass over the whole prefix.
 
     Raises:
@@ -75,13 +77,22 @@ def training_sample(prefix: str, tokenizer: Any, index: int, seq_length: int, se
     """
     with tempfile.TemporaryDirectory() as cache:
         config = BDLMDatasetConfig(
-            random_seed=seed, sequence_length=seq_length, blend=([prefix], None), split="1,0,0", tokenizer=tokenizer,
-            reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, path_to_cache=cache,
+            random_seed=seed,
+            sequence_length=seq_length,
+            blend=([prefix], None),
+            split="1,0,0",
+            tokenizer=tokenizer,
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            path_to_cache=cache,
             separate_documents=separate_documents,
         )
         train, _, _ = build_numbered_datasets(config, (1, 0, 0), evaluation_samples=0)
         if not 0 <= index < len(train):
-            raise DataError(f"--sample {index}: {prefix} gives {len(train)} samples of {seq_length} tokens; a legal value: 0")
+            raise DataError(
+                f"--sample {index}: {prefix} gives {len(train)} samples of {seq_length} tokens; a legal value: 0"
+            )
         return train[index]
 
 
@@ -89,8 +100,14 @@ def noised_sample(sample: Sample, config: BDLMConfig, seed: int, vocabulary: int
     """The noise that training puts on a sample."""
     documents = document_lengths(sample["documents"]) if "documents" in sample else None
     return corrupt(
-        sample["tokens"].numpy(), sample["eligible"].numpy(), config, seed, int(sample["sample_index"]), int(sample["epoch"]),
-        documents=documents, vocab_size=vocabulary,
+        sample["tokens"].numpy(),
+        sample["eligible"].numpy(),
+        config,
+        seed,
+        int(sample["sample_index"]),
+        int(sample["epoch"]),
+        documents=documents,
+        vocab_size=vocabulary,
     )
 
 
@@ -121,13 +138,17 @@ def plot(prefix: str, path: Path, levels: Optional[np.ndarray] = None) -> None:
     from matplotlib import pyplot
 
     lengths = sequence_lengths(prefix, check_pair(prefix))
-    figure, axes = pyplot.subplots(1, 1 if levels is None else 2, figsize=(6 if levels is None else 11, 4), squeeze=False)
+    figure, axes = pyplot.subplots(
+        1, 1 if levels is None else 2, figsize=(6 if levels is None else 11, 4), squeeze=False
+    )
     edges = np.unique(np.geomspace(1, max(2, lengths.max()) + 1, 50).astype(np.int64))
     axes[0, 0].hist(np.maximum(lengths, 1), bins=edges)
     axes[0, 0].set(xscale="log", xlabel="tokens in a document", ylabel="documents", title=f"{len(lengths)} documents")
     if levels is not None:
         axes[0, 1].hist(levels, bins=np.linspace(0, 1, 41))
-        axes[0, 1].set(xlabel="noise level t of a block", ylabel="blocks", title=f"{levels.size} blocks, mean {levels.mean():.3f}")
+        axes[0, 1].set(
+            xlabel="noise level t of a block", ylabel="blocks", title=f"{levels.size} blocks, mean {levels.mean():.3f}"
+        )
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

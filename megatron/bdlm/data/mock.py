@@ -39,7 +39,10 @@ class MockDocuments:
         outside = excluded | {eod}
         ring = [token for token in range(min(vocabulary_size, RING + len(outside))) if token not in outside][:RING]
         if len(ring) < 8:
-            raise DataError(f"--mock-data: a vocabulary of {vocabulary_size} leaves {len(ring)} ordinary tokens; at least 8 are needed")
+            raise DataError(
+                f"--mock-data: a vocabulary of {vocabulary_size} leaves {len(ring)} ordinary tokens; at least "
+                "8 are needed"
+            )
         self.ring = np.array(ring, dtype=np.int64)
         self.eod = eod
         lengths = np.random.Generator(np.random.Philox(key=[SEED, 0])).integers(SHORTEST, LONGEST + 1, DOCUMENTS)

@@ -4,7 +4,8 @@ A piece is one item: its tokens, which of them are supervised, and where blocks 
 each a pure function:
 
     fit      pieces longer than L are refused, dropped or cut on the left, never trimmed in silence
-    fill     the last block: short ("ragged"), filled with supervised end tokens ("eos-fill"), or with invisible padding ("pad")
+    fill     the last block: short ("ragged"), filled with supervised end tokens ("eos-fill"), or with invisible
+             padding ("pad")
     pack     whole pieces into samples of at most L tokens, sequentially or first-fit decreasing inside a window
 
 The packing is a function of the lengths and their order alone, so the place in it is all that a resume needs.
@@ -88,7 +89,9 @@ def fill(piece: Piece, limit: int, block_size: int, tail: Tail, end_token: Optio
     if tail == "pad":
         return replace(piece, padding=missing)
     if end_token is None:
-        raise DataError("--bdlm-tail-policy eos-fill: the tokenizer has no end-of-document token. A legal value: ragged")
+        raise DataError(
+            "--bdlm-tail-policy eos-fill: the tokenizer has no end-of-document token. A legal value: ragged"
+        )
     tokens = np.concatenate([piece.tokens, np.full(missing, end_token, dtype=piece.tokens.dtype)])
     return Piece(tokens, np.concatenate([piece.eligible, np.ones(missing, dtype=bool)]), piece.restarts)
 
@@ -116,7 +119,9 @@ def pack(rooms: Sequence[int], limit: int, method: Method = "first-fit", window:
     rooms = np.asarray(rooms, dtype=np.int64)
     if rooms.size and rooms.max() > limit:
         item = int(rooms.argmax())
-        raise DataError(f"item {item}: {rooms[item]} tokens do not fit --seq-length {limit}; a legal value: {rooms[item]}")
+        raise DataError(
+            f"item {item}: {rooms[item]} tokens do not fit --seq-length {limit}; a legal value: {rooms[item]}"
+        )
     items = np.flatnonzero(rooms)
     if method == "none":
         samples = [[int(item)] for item in items]
@@ -184,7 +189,9 @@ def assemble(pieces: Sequence[Piece], limit: int, padding_token: int = 0) -> dic
     return {"tokens": tokens, "eligible": eligible, "documents": documents, "restarts": restarts}
 
 
-def epoch_order(samples: int, seed: int, epoch: int, lengths: Optional[np.ndarray] = None, bucket: int = 0) -> np.ndarray:
+def epoch_order(
+    samples: int, seed: int, epoch: int, lengths: Optional[np.ndarray] = None, bucket: int = 0
+) -> np.ndarray:
     """Order of the samples in one pass, a pure function of its arguments: int64 [samples].
 
     With `bucket` > 0 and `lengths`, samples of like length stand together: the shuffled order is cut into stretches of

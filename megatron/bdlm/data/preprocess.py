@@ -70,13 +70,16 @@ class Encoder:
         self.mask = mask_token_id(self.tokenizer)
         self.eod = end_of_document_id(self.tokenizer)
         if options.append_eod and self.eod is None:
-            raise DataError(f"--append-eod: the tokenizer {options.tokenizer.tokenizer_model} has no end-of-document token; leave the flag out")
+            raise DataError(
+                f"--append-eod: the tokenizer {options.tokenizer.tokenizer_model} has no end-of-document "
+                "token; leave the flag out"
+            )
 
     def encode(self, record: Record) -> Encoded:
         """Ids of one document.
 
         Raises:
-            DataError: the record cannot be parsed, an id is outside the vocabulary, or the text contains the mask token.
+            DataError: the record cannot be parsed, an id is outside the vocabulary, or the mask token occurs.
         """
         text = record_text(record, self.options.json_key)
         try:
@@ -129,7 +132,7 @@ def _chunks(records: Iterator[Record]) -> Iterator[list[Record]]:
 
 
 def _start_pool(options: PreprocessOptions) -> ProcessPoolExecutor:
-    """Workers, all running; a signal waits until they are: one that is forked but not known yet would never be ended."""
+    """Workers, all running; a signal waits for that: one that is forked but not known yet would never be ended."""
     pool = ProcessPoolExecutor(options.workers, multiprocessing.get_context("fork"), _start_worker, (options,))
     with stop_signals_deferred():
         pool.submit(os.getpid)  # the first task forks all of them
@@ -223,11 +226,16 @@ def preprocess(options: PreprocessOptions, progress: bool = True) -> dict[str, A
             if counts.documents % 64 == 0 and (elapsed := bar.format_dict["elapsed"]):
                 bar.set_postfix_str(f"{counts.documents / elapsed:.0f} docs/s", refresh=False)
         if not counts.documents:
-            raise DataError(f"{', '.join(options.inputs)}: no document with a token in {len(files)} files ({counts.empty_documents} empty ones)")
+            raise DataError(
+                f"{', '.join(options.inputs)}: no document with a token in {len(files)} files "
+                f"({counts.empty_documents} empty ones)"
+            )
         return writer.commit(lambda written: _manifest(options, encoder, files, counts, written))
 
 
-def _manifest(options: PreprocessOptions, encoder: Encoder, files: list[Path], counts: Counts, written: dict[str, Any]) -> dict[str, Any]:
+def _manifest(
+    options: PreprocessOptions, encoder: Encoder, files: list[Path], counts: Counts, written: dict[str, Any]
+) -> dict[str, Any]:
     return {
         "version": __version__,
         "tokenizer": tokenizer_identity(encoder.tokenizer, options.tokenizer),

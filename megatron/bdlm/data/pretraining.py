@@ -7,7 +7,7 @@ A sample is a dict of fixed shapes, so that the default collate stacks it:
     eligible      bool  [L]   real and supervised: False for padding (and for eod under --eod-mask-loss)
     sample_index  int64 []    identity of the sample for the noise
     epoch         int64 []    pass over the data that `sample_index` does not tell apart; 0 here (see below)
-    documents     int32 [L]   number of the document inside the sample from 0, -1 padding; only when documents are separate
+    documents     int32 [L]   number of the document inside the sample, -1 padding; only when documents are separate
 
 **Documents.** By default a sample is one stream of L tokens that runs across ends of documents, as usual in
 pretraining. With `--dataloader-inter-document-masking` (or the older pair `--reset-position-ids
@@ -84,7 +84,11 @@ class BDLMPretrainingDataset(GPTDataset):
     @staticmethod
     def _key_config_attributes() -> list[str]:
         """Everything that decides which tokens a sample holds; the cache key names each."""
-        return [*GPTDataset._key_config_attributes(), "add_extra_token_to_sequence", "drop_last_partial_validation_sequence"]
+        return [
+            *GPTDataset._key_config_attributes(),
+            "add_extra_token_to_sequence",
+            "drop_last_partial_validation_sequence",
+        ]
 
     def _build_document_sample_shuffle_indices(self) -> tuple[Any, Any, Any]:
         """The engine's indices, with the data's fingerprint in the cache key and an empty split refused.
@@ -99,8 +103,10 @@ class BDLMPretrainingDataset(GPTDataset):
             return super()._build_document_sample_shuffle_indices()
         if self._get_num_tokens_per_epoch() == 0:
             raise DataError(
-                f"--split {self.config.split}: the {self.index_split.name} split of {self.dataset_path} gets none of its "
-                f"{len(self.dataset.sequence_lengths)} documents; a legal value gives it at least one, for example 90,5,5"
+                f"--split {self.config.split}: the {self.index_split.name} split of {self.dataset_path} gets "
+                "none of its "
+                f"{len(self.dataset.sequence_lengths)} documents; a legal value gives it at least one, for "
+                "example 90,5,5"
             )
         if self.dataset_path is not None and not is_object_storage_path(self.dataset_path):
             self.unique_identifiers["data"] = pair_fingerprint(self.dataset_path)
@@ -109,8 +115,12 @@ class BDLMPretrainingDataset(GPTDataset):
 
     def _rekey(self) -> None:
         """Recompute the engine's cache key from `unique_identifiers`, as its constructor does."""
-        self.unique_description = json.dumps(self.unique_identifiers, indent=4, default=lambda value: value.unique_identifiers)
-        self.unique_description_hash = hashlib.md5(self.unique_description.encode("utf-8"), usedforsecurity=False).hexdigest()
+        self.unique_description = json.dumps(
+            self.unique_identifiers, indent=4, default=lambda value: value.unique_identifiers
+        )
+        self.unique_description_hash = hashlib.md5(
+            self.unique_description.encode("utf-8"), usedforsecurity=False
+        ).hexdigest()
 
     def __getitem__(self, idx: Optional[int]) -> Sample:
         """Sample `idx` of this split; None gives a sample without an eligible token (batch padding)."""
@@ -145,7 +155,9 @@ class MockBDLMDataset(BDLMPretrainingDataset):
     def build_low_level_dataset(dataset_path: Optional[str], config: BDLMDatasetConfig) -> MockDocuments:
         """Mock documents over the tokenizer's vocabulary, without its mask and padding ids."""
         excluded = {mask_token_id(config.tokenizer), padding_id(config.tokenizer), config.mask_token_id} - {None}
-        return MockDocuments(vocabulary_size(config.tokenizer), end_of_document_id(config.tokenizer), frozenset(excluded))
+        return MockDocuments(
+            vocabulary_size(config.tokenizer), end_of_document_id(config.tokenizer), frozenset(excluded)
+        )
 
 
 class NumberedSamples(torch.utils.data.Dataset):
@@ -199,17 +211,20 @@ def documents_are_separate(args: Any) -> bool:
     """Whether the engine's flags ask for separate documents.
 
     Raises:
-        DataError: only one of --reset-position-ids and --reset-attention-mask: blocks, positions and attention restart together.
+        DataError: only one of --reset-position-ids and --reset-attention-mask is given.
     """
     positions, attention = args.reset_position_ids, args.reset_attention_mask
     if positions != attention:
         given, other = ("--reset-position-ids", "--reset-attention-mask")[:: 1 if positions else -1]
-        raise DataError(f"{given}: positions, blocks and attention restart together at a document; give {other} too, or only --dataloader-inter-document-masking")
+        raise DataError(
+            f"{given}: positions, blocks and attention restart together at a document; give {other} too, or "
+            "only --dataloader-inter-document-masking"
+        )
     return positions or args.dataloader_inter_document_masking
 
 
 def dataset_config(args: Any, tokenizer: Any, blend: Any, blend_per_split: Any) -> BDLMDatasetConfig:
-    """Dataset configuration of a run from the engine's arguments (`blend, blend_per_split = get_blend_and_blend_per_split(args)`)."""
+    """Dataset configuration of a run; the blends are those of the engine's `get_blend_and_blend_per_split(args)`."""
     sequences = None
     if args.per_dataset_sequences_path is not None:
         with open(args.per_dataset_sequences_path, encoding="utf-8") as stream:
@@ -254,7 +269,9 @@ def check_data_tokenizer(prefixes: list[str], tokenizer: Any, source: TokenizerS
         check_tokenizer(prefix, manifest, identity)
 
 
-def build_pretraining_datasets(args: Any, sample_counts: tuple[int, Optional[int], Optional[int]]) -> tuple[Any, Any, Any]:
+def build_pretraining_datasets(
+    args: Any, sample_counts: tuple[int, Optional[int], Optional[int]]
+) -> tuple[Any, Any, Any]:
     """Train, validation and test datasets of a run, on every rank; None for a split without data.
 
     Args:
@@ -262,21 +279,24 @@ def build_pretraining_datasets(args: Any, sample_counts: tuple[int, Optional[int
         sample_counts: samples the engine asks for; None under --full-validation.
 
     Raises:
-        DataError: files that are missing, truncated or from another tokenizer, an empty split, or flags that contradict.
+        DataError: files that are missing, truncated or of another tokenizer, an empty split, contradicting flags.
     """
     from megatron.training import get_tokenizer
     from megatron.training.utils import get_blend_and_blend_per_split
 
     if args.dataloader_type not in (None, "single"):
         raise DataError(
-            f"--dataloader-type {args.dataloader_type}: a sample's identity is its place in the training order, which only "
+            f"--dataloader-type {args.dataloader_type}: a sample's identity is its place in the training "
+            "order, which only "
             "the value single keeps. A legal value: single"
         )
     tokenizer = get_tokenizer()
     blend, blend_per_split = (None, None) if args.mock_data else get_blend_and_blend_per_split(args)
     config = dataset_config(args, tokenizer, blend, blend_per_split)
     prefixes = [prefix for group in (blend_per_split or [blend]) if group is not None for prefix in group[0]]
-    source = TokenizerSource(args.tokenizer_type, args.tokenizer_model, args.vocab_file, args.merge_file, args.vocab_size)
+    source = TokenizerSource(
+        args.tokenizer_type, args.tokenizer_model, args.vocab_file, args.merge_file, args.vocab_size
+    )
     check_data_tokenizer(prefixes, tokenizer, source)
     once = args.eval_iters * getattr(args, "eval_global_batch_size", args.global_batch_size)
     return build_numbered_datasets(config, sample_counts, evaluation_samples=once)
@@ -303,7 +323,8 @@ def build_numbered_datasets(
 
     if splits[0] is not None and train is not None and len(splits[0]) < train:
         raise DataError(
-            f"--data-path: prefixes without weights are read once and give {len(splits[0])} training samples, the run asks for {train}; "
+            f"--data-path: prefixes without weights are read once and give {len(splits[0])} training samples, "
+            f"the run asks for {train}; "
             "give a weight before each prefix, for example 0.5 A 0.5 B"
         )
     return number(splits[0]), number(splits[1], valid, None if valid is None else evaluation_samples), number(splits[2])

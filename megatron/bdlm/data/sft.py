@@ -6,7 +6,8 @@ block size where the tail policy needs it. Items that leave nothing to score are
 
 A sample has the keys of a pretraining sample and `restarts`:
 
-    tokens int64 [L]  eligible bool [L]  documents int32 [L] (-1 padding)  restarts bool [L]  sample_index int64 []  epoch int64 []
+    tokens int64 [L]   eligible bool [L]   documents int32 [L] (-1 padding)   restarts bool [L]
+    sample_index int64 []   epoch int64 []
 
 `sample_index` is the number of the packed sample, `epoch` the pass over them: noise is a pure function of both. The
 order of a pass is a function of (seed, epoch), so that the number of consumed samples is all that a resume needs.
@@ -39,7 +40,7 @@ class FinetuneOptions:
     """Options of fine-tuning data; a field is a flag."""
 
     bdlm_sft_packing: Literal["first-fit", "sequential", "none"] = "first-fit"
-    """How conversations share a sample: packed tightly, packed in order, or one a sample (samples of like length then stand together)."""
+    """How conversations share a sample: packed tightly, packed in order, or one a sample, like lengths side by side."""
 
     bdlm_sft_too_long: Literal["error", "drop", "truncate-left"] = "error"
     """A conversation longer than --seq-length: stop with its file and line, leave it out (counted), or keep its end."""
@@ -77,7 +78,10 @@ class PreparedItems:
         part = slice(arrays["offsets"][item], arrays["offsets"][item + 1])
         restarts = arrays["restarts"][arrays["restart_offsets"][item] : arrays["restart_offsets"][item + 1]]
         return Piece(
-            arrays["tokens"][part].astype(np.int64), np.array(arrays["eligible"][part]), tuple(restarts.tolist()), int(arrays["padding"][item])
+            arrays["tokens"][part].astype(np.int64),
+            np.array(arrays["eligible"][part]),
+            tuple(restarts.tolist()),
+            int(arrays["padding"][item]),
         )
 
     @property
@@ -87,8 +91,12 @@ class PreparedItems:
 
 
 def prepare_items(
-    inputs: Iterable[str], encoder: ConversationEncoder, source: TokenizerSource, policies: Policies,
-    cache: Optional[Path] = None, progress: bool = False,
+    inputs: Iterable[str],
+    encoder: ConversationEncoder,
+    source: TokenizerSource,
+    policies: Policies,
+    cache: Optional[Path] = None,
+    progress: bool = False,
 ) -> PreparedItems:
     """Encoded items of JSON lines files, from the cache if it holds them.
 
@@ -98,7 +106,9 @@ def prepare_items(
     files = input_files(inputs, JSON_SUFFIXES)
     for path in files:
         if not is_json_lines(path):
-            raise DataError(f"{path}: fine-tuning data are JSON lines, in a file that ends in {' or '.join(JSON_SUFFIXES)}")
+            raise DataError(
+                f"{path}: fine-tuning data are JSON lines, in a file that ends in {' or '.join(JSON_SUFFIXES)}"
+            )
     if cache is None:
         return _encode(files, encoder, policies, progress)
     folder = cache / f"conversations-{_cache_key(files, encoder, source, policies)}"
@@ -133,7 +143,13 @@ def _cache_key(files: list[Path], encoder: ConversationEncoder, source: Tokenize
 def _encode(files: list[Path], encoder: ConversationEncoder, policies: Policies, progress: bool) -> PreparedItems:
     pieces: list[Piece] = []
     left_out: dict[str, list[str]] = {"too_long": [], "without_target": [], "truncated": []}
-    with tqdm(total=sum(path.stat().st_size for path in files), unit="B", unit_scale=True, desc="encoding", disable=not progress) as bar:
+    with tqdm(
+        total=sum(path.stat().st_size for path in files),
+        unit="B",
+        unit_scale=True,
+        desc="encoding",
+        disable=not progress,
+    ) as bar:
         for record in iterate_records(files):
             bar.update(len(record.data))
             whole = encoder.encode(record)
@@ -197,8 +213,15 @@ class ConversationSamples(torch.utils.data.Dataset):
     """
 
     def __init__(
-        self, prepared: PreparedItems, items: np.ndarray, seq_length: int, method: str, order: Order,
-        split: Any, length: Optional[int] = None, repeat: Optional[int] = None,
+        self,
+        prepared: PreparedItems,
+        items: np.ndarray,
+        seq_length: int,
+        method: str,
+        order: Order,
+        split: Any,
+        length: Optional[int] = None,
+        repeat: Optional[int] = None,
     ) -> None:
         self.prepared, self.seq_length, self.order, self.split = prepared, seq_length, order, split
         # Neighbours in a file are often alike: a packed sample should mix them.
@@ -223,7 +246,10 @@ class ConversationSamples(torch.utils.data.Dataset):
             return place, 0
         if self._pass[0] != epoch:
             # + 1: pass 0 of the generator mixed the items before they were packed
-            self._pass = (epoch, epoch_order(len(self.samples), self.order.seed, epoch + 1, self.rooms, self.order.bucket))
+            self._pass = (
+                epoch,
+                epoch_order(len(self.samples), self.order.seed, epoch + 1, self.rooms, self.order.bucket),
+            )
         return int(self._pass[1][place]), epoch
 
     def __getitem__(self, idx: Optional[int]) -> dict[str, torch.Tensor]:
@@ -233,7 +259,11 @@ class ConversationSamples(torch.utils.data.Dataset):
         if idx is None:
             arrays["eligible"][:] = False
         sample = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        return {**sample, "sample_index": torch.tensor(number, dtype=torch.int64), "epoch": torch.tensor(epoch, dtype=torch.int64)}
+        return {
+            **sample,
+            "sample_index": torch.tensor(number, dtype=torch.int64),
+            "epoch": torch.tensor(epoch, dtype=torch.int64),
+        }
 
 
 def split_items(count: int, split: str) -> list[np.ndarray]:
@@ -251,7 +281,9 @@ def split_items(count: int, split: str) -> list[np.ndarray]:
     return parts
 
 
-def build_finetuning_datasets(args: Any, sample_counts: tuple[int, Optional[int], Optional[int]]) -> tuple[Any, Any, Any]:
+def build_finetuning_datasets(
+    args: Any, sample_counts: tuple[int, Optional[int], Optional[int]]
+) -> tuple[Any, Any, Any]:
     """Train, validation and test datasets of a fine-tuning run; None for a split without items.
 
     `--data-path FILE..` is split by --split; or --train-data-path, --valid-data-path, --test-data-path name files each.
@@ -264,7 +296,9 @@ def build_finetuning_datasets(args: Any, sample_counts: tuple[int, Optional[int]
     from megatron.training import get_tokenizer
 
     encoder = ConversationEncoder(get_tokenizer(), args.bdlm_mask_token_id)
-    source = TokenizerSource(args.tokenizer_type, args.tokenizer_model, args.vocab_file, args.merge_file, args.vocab_size)
+    source = TokenizerSource(
+        args.tokenizer_type, args.tokenizer_model, args.vocab_file, args.merge_file, args.vocab_size
+    )
     policies = Policies.of(args.seq_length, args.bdlm_sft_too_long, args.bdlm_tail_policy, args.bdlm_block_size)
     paths = [args.train_data_path, args.valid_data_path, args.test_data_path]
     if args.data_path:
@@ -272,8 +306,12 @@ def build_finetuning_datasets(args: Any, sample_counts: tuple[int, Optional[int]
         parts = [(shared, items) for items in split_items(len(shared), args.split or "90,5,5")]
     else:
         if not args.train_data_path:
-            raise DataError("--data-path (or --train-data-path): fine-tuning needs JSON lines; a legal value: conversations.jsonl")
-        each = [_prepare_once(path, encoder, source, policies, args.data_cache_path) if path else None for path in paths]
+            raise DataError(
+                "--data-path (or --train-data-path): fine-tuning needs JSON lines; a legal value: conversations.jsonl"
+            )
+        each = [
+            _prepare_once(path, encoder, source, policies, args.data_cache_path) if path else None for path in paths
+        ]
         parts = [(prepared, np.arange(len(prepared) if prepared else 0)) for prepared in each]
     once = args.eval_iters * getattr(args, "eval_global_batch_size", args.global_batch_size)
     bucket = args.global_batch_size if args.bdlm_sft_packing == "none" else 0
@@ -283,8 +321,17 @@ def build_finetuning_datasets(args: Any, sample_counts: tuple[int, Optional[int]
         order = Order(args.seed, training, bucket if training else 0)
         datasets.append(
             ConversationSamples(
-                prepared, items, args.seq_length, args.bdlm_sft_packing, order, split, count, None if training or count is None else once
-            ) if len(items) else None
+                prepared,
+                items,
+                args.seq_length,
+                args.bdlm_sft_packing,
+                order,
+                split,
+                count,
+                None if training or count is None else once,
+            )
+            if len(items)
+            else None
         )
     return tuple(datasets)
 
@@ -306,7 +353,10 @@ def _prepare_once(
 
 def report_line(report: dict[str, Any]) -> str:
     """One line for the log: what is trained on, and what was left out or cut, with the first places."""
-    parts = [f"fine-tuning data: {report['items']} items, {report['tokens']} tokens, {report['supervised_tokens']} supervised"]
+    parts = [
+        f"fine-tuning data: {report['items']} items, {report['tokens']} tokens, {report['supervised_tokens']} "
+        "supervised"
+    ]
     for name in ("too_long", "without_target", "truncated"):
         entry = report[name]
         if entry["count"]:

@@ -23,7 +23,9 @@ SPECIAL_TOKENS = (END_OF_TEXT, MASK, PAD)
 BYTES = 256
 
 
-def train_byte_pair_encoding(texts: Iterable[str], vocab_size: int, extra_tokens: Sequence[str] = (), progress: bool = True) -> Tokenizer:
+def train_byte_pair_encoding(
+    texts: Iterable[str], vocab_size: int, extra_tokens: Sequence[str] = (), progress: bool = True
+) -> Tokenizer:
     """Byte-level BPE over `texts` with at most `vocab_size` tokens, special tokens included.
 
     A small corpus may run out of pairs before `vocab_size` is reached.
@@ -68,11 +70,15 @@ def _byte_characters() -> list[str]:
 
 
 def _with_special_tokens(tokenizer: Tokenizer, extra_tokens: Sequence[str]) -> Tokenizer:
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (*SPECIAL_TOKENS, *extra_tokens)])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in (*SPECIAL_TOKENS, *extra_tokens)]
+    )
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path, chat_template: str | None = None, overwrite: bool = False) -> None:
+def save_tokenizer(
+    tokenizer: Tokenizer, folder: Path, chat_template: str | None = None, overwrite: bool = False
+) -> None:
     """Save as a Hugging Face folder; it appears under its name only when it is complete.
 
     Raises:

@@ -19,7 +19,14 @@ from typing import Any, Optional
 
 from megatron.bdlm.data.documents import DataError
 
-TOKENIZER_TYPES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "SentencePieceTokenizer", "Llama2Tokenizer", "TikTokenizer", "NullTokenizer")
+TOKENIZER_TYPES = (
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "SentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+    "NullTokenizer",
+)
 
 _PROBES = (
     "The quick brown fox jumps over 13 lazy dogs.\n\n\tdef f(x_1):\n        return x_1**2  # 0.5e-3\n",
@@ -55,18 +62,35 @@ def load_tokenizer(source: TokenizerSource) -> Any:
         raise DataError(f"--tokenizer-type {source.tokenizer_type}: needs --tokenizer-model, a local folder or file")
     if source.tokenizer_type == "HuggingFaceTokenizer" and not os.path.isdir(source.tokenizer_model):
         # Anything else is taken for the name of a hub repository and tried over the network for half a minute.
-        raise DataError(f"--tokenizer-model {source.tokenizer_model}: no such local folder; download the tokenizer or train one (tools/train_tokenizer.py)")
+        raise DataError(
+            f"--tokenizer-model {source.tokenizer_model}: no such local folder; download the tokenizer or "
+            "train one (tools/train_tokenizer.py)"
+        )
     defaults = dict(
-        rank=0, make_vocab_size_divisible_by=128, tensor_model_parallel_size=1, pad_vocab_size=False, padded_vocab_size=None,
-        metadata_path=None, special_tokens=None, chat_template=None, trust_remote_code=False, tokenizer_hf_no_use_fast=False,
-        tokenizer_hf_no_include_special_tokens=False, tiktoken_pattern=None, tiktoken_num_special_tokens=1000,
-        tokenizer_sentencepiece_legacy=False, tokenizer_sentencepiece_ignore_extra_whitespaces=True,
-        null_tokenizer_eod_id=None, null_tokenizer_pad_id=-1,
+        rank=0,
+        make_vocab_size_divisible_by=128,
+        tensor_model_parallel_size=1,
+        pad_vocab_size=False,
+        padded_vocab_size=None,
+        metadata_path=None,
+        special_tokens=None,
+        chat_template=None,
+        trust_remote_code=False,
+        tokenizer_hf_no_use_fast=False,
+        tokenizer_hf_no_include_special_tokens=False,
+        tiktoken_pattern=None,
+        tiktoken_num_special_tokens=1000,
+        tokenizer_sentencepiece_legacy=False,
+        tokenizer_sentencepiece_ignore_extra_whitespaces=True,
+        null_tokenizer_eod_id=None,
+        null_tokenizer_pad_id=-1,
     )
     try:
         return build_tokenizer(SimpleNamespace(**{**defaults, **vars(source)}))
     except Exception as error:
-        raise DataError(f"--tokenizer-model {source.tokenizer_model}: {source.tokenizer_type} cannot load it: {error}") from error
+        raise DataError(
+            f"--tokenizer-model {source.tokenizer_model}: {source.tokenizer_type} cannot load it: {error}"
+        ) from error
 
 
 def _token_id(tokenizer: Any, *names: str) -> Optional[int]:
@@ -149,9 +173,14 @@ def resolve_vocabulary(tokenizer: Any, requested: Optional[int] = None) -> Vocab
             f"and not in the padding rows. A legal value: {legal}"
         )
     if mask == eod:
-        raise DataError(f"{flag}: it is the end-of-document token, which text contains. A legal value: {legal if legal != eod else size}")
+        raise DataError(
+            f"{flag}: it is the end-of-document token, which text contains. A legal value: "
+            f"{legal if legal != eod else size}"
+        )
     if mask != own and mask < size and not _is_reserved(tokenizer, mask):
-        raise DataError(f"{flag}: it is an ordinary token of the tokenizer, so that text could contain it. A legal value: {legal}")
+        raise DataError(
+            f"{flag}: it is an ordinary token of the tokenizer, so that text could contain it. A legal value: {legal}"
+        )
     return Vocabulary(size=max(size, mask + 1), mask_token_id=mask, eod_token_id=eod, tokenizer_size=size)
 
 
@@ -189,7 +218,11 @@ def tokenizer_identity(tokenizer: Any, source: TokenizerSource) -> dict[str, Any
     The hash covers the vocabulary, the merges and the encoding of probe texts, not file bytes: a moved folder, another
     chat template or another version of the library leave it alone, other merges or another normalizer do not.
     """
-    probes = [] if source.tokenizer_type == "NullTokenizer" else [list(map(int, tokenizer.tokenize(text))) for text in _PROBES]
+    probes = (
+        []
+        if source.tokenizer_type == "NullTokenizer"
+        else [list(map(int, tokenizer.tokenize(text))) for text in _PROBES]
+    )
     content = {
         "size": vocabulary_size(tokenizer),
         "vocabulary": _vocabulary_items(tokenizer),

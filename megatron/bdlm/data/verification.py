@@ -40,7 +40,11 @@ class Finding:
 def token_chunks(prefix: str, summary: IndexSummary, progress: bool = False) -> Iterator[tuple[int, np.ndarray]]:
     """(place of the first token, ids) of consecutive parts of a token file."""
     # A plain memory map keeps its file open as long as its arrays live; the engine's closes it under them.
-    tokens = np.memmap(bin_path(prefix), dtype=summary.dtype, mode="r", shape=(summary.tokens,)) if summary.tokens else np.zeros(0)
+    tokens = (
+        np.memmap(bin_path(prefix), dtype=summary.dtype, mode="r", shape=(summary.tokens,))
+        if summary.tokens
+        else np.zeros(0)
+    )
     with tqdm(total=summary.tokens, unit="tok", unit_scale=True, desc=Path(prefix).name, disable=not progress) as bar:
         for start in range(0, summary.tokens, CHUNK_TOKENS):
             part = tokens[start : start + CHUNK_TOKENS]
@@ -54,8 +58,11 @@ def sequence_lengths(prefix: str, summary: IndexSummary) -> np.ndarray:
 
 
 def verify_prefix(
-    prefix: str, source: Optional[TokenizerSource] = None, mask_token_id: Optional[int] = None,
-    checksums: bool = True, progress: bool = False,
+    prefix: str,
+    source: Optional[TokenizerSource] = None,
+    mask_token_id: Optional[int] = None,
+    checksums: bool = True,
+    progress: bool = False,
 ) -> list[Finding]:
     """All checks of one prefix.
 
@@ -77,7 +84,9 @@ def verify_prefix(
             source = _source_of(manifest)
     vocabulary = None
     if source is None:
-        findings.append(Finding(False, f"{prefix}: no tokenizer given (--tokenizer-model); ids are checked for their sign only"))
+        findings.append(
+            Finding(False, f"{prefix}: no tokenizer given (--tokenizer-model); ids are checked for their sign only")
+        )
     else:
         try:
             tokenizer = load_tokenizer(source)
@@ -104,10 +113,18 @@ def _manifest_findings(prefix: str, manifest: dict[str, Any], summary: IndexSumm
         if size != entry["bytes"]:
             findings.append(Finding(True, f"{path}: {size} bytes, the manifest says {entry['bytes']}"))
         elif checksums and (digest := file_sha256(path)) != entry["sha256"]:
-            findings.append(Finding(True, f"{path}: its SHA-256 is {digest[:12]}.., the manifest says {entry['sha256'][:12]}..: the file was changed"))
+            findings.append(
+                Finding(
+                    True,
+                    f"{path}: its SHA-256 is {digest[:12]}.., the manifest says {entry['sha256'][:12]}..: the "
+                    "file was changed",
+                )
+            )
     for name, held in (("documents", summary.documents), ("tokens", summary.tokens)):
         if manifest[name] != held:
-            findings.append(Finding(True, f"{prefix}: the index holds {held} {name}, the manifest says {manifest[name]}"))
+            findings.append(
+                Finding(True, f"{prefix}: the index holds {held} {name}, the manifest says {manifest[name]}")
+            )
     return findings
 
 
@@ -116,29 +133,53 @@ def _index_findings(prefix: str, summary: IndexSummary) -> list[Finding]:
     lengths = sequence_lengths(prefix, summary)
     rest = HEADER_BYTES + 4 * summary.sequences
     offsets = np.fromfile(idx_path(prefix), dtype=np.int64, count=summary.sequences, offset=rest)
-    boundaries = np.fromfile(idx_path(prefix), dtype=np.int64, count=summary.documents + 1, offset=rest + 8 * summary.sequences)
+    boundaries = np.fromfile(
+        idx_path(prefix), dtype=np.int64, count=summary.documents + 1, offset=rest + 8 * summary.sequences
+    )
     findings = []
     expected = np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64)]) * summary.dtype.itemsize
     if (wrong := np.flatnonzero(offsets != expected)).size:
-        findings.append(Finding(True, f"{idx_path(prefix)}: sequence {wrong[0]} starts at byte {offsets[wrong[0]]}, its predecessors end at {expected[wrong[0]]}"))
+        findings.append(
+            Finding(
+                True,
+                f"{idx_path(prefix)}: sequence {wrong[0]} starts at byte {offsets[wrong[0]]}, its "
+                f"predecessors end at {expected[wrong[0]]}",
+            )
+        )
     if boundaries[0] != 0 or boundaries[-1] != summary.sequences or (np.diff(boundaries) < 0).any():
-        findings.append(Finding(True, f"{idx_path(prefix)}: document boundaries do not rise from 0 to {summary.sequences}"))
+        findings.append(
+            Finding(True, f"{idx_path(prefix)}: document boundaries do not rise from 0 to {summary.sequences}")
+        )
     if empty := int((lengths == 0).sum()):
         findings.append(Finding(False, f"{prefix}: {empty} sequences are empty"))
     return findings
 
 
-def _token_findings(prefix: str, summary: IndexSummary, size: Optional[int], mask: Optional[int], progress: bool) -> list[Finding]:
+def _token_findings(
+    prefix: str, summary: IndexSummary, size: Optional[int], mask: Optional[int], progress: bool
+) -> list[Finding]:
     """First id out of range and first mask token, each with the sequence and place it stands at."""
     findings, outside, masked = [], None, None
     for start, part in token_chunks(prefix, summary, progress):
         bad = part < 0 if size is None else (part < 0) | (part >= size)
         if outside is None and bad.any():
             outside = start + int(bad.argmax())
-            findings.append(Finding(True, f"{_place(prefix, summary, outside)}: id {part[bad.argmax()]} is outside the tokenizer's {size} tokens"))
+            findings.append(
+                Finding(
+                    True,
+                    f"{_place(prefix, summary, outside)}: id {part[bad.argmax()]} is outside the tokenizer's "
+                    f"{size} tokens",
+                )
+            )
         if masked is None and mask is not None and (hit := part == mask).any():
             masked = start + int(hit.argmax())
-            findings.append(Finding(True, f"{_place(prefix, summary, masked)}: the mask token {mask} is a real token here; prepare the data again without it"))
+            findings.append(
+                Finding(
+                    True,
+                    f"{_place(prefix, summary, masked)}: the mask token {mask} is a real token here; prepare "
+                    "the data again without it",
+                )
+            )
     return findings
 
 
