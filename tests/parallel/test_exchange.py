@@ -15,6 +15,7 @@ import torch
 
 from megatron.bdlm.parallel import exchange as E
 from megatron.bdlm.parallel.plan import SequencePlan
+from megatron.bdlm.parallel.transport_choice import open_exchange
 
 H, D, D_V = 2, 4, 3  # heads, head sizes of k and v
 
@@ -84,7 +85,7 @@ def one_rank(link, transport, plan, dtype, answers):
     shared = program.shared[link.rank]
     needed = lambda rank, source: plan.needed_rows(rank, source)
     for wire in (None, E.Wire(torch.float64, dtype)):
-        exchange = E.open_exchange(transport, program, link, needed, wire)
+        exchange = open_exchange(transport, program, link, needed, wire)
         exchange.post(values(link.rank, shared))
         sources = []
         for arrival in exchange.arrivals():
@@ -276,7 +277,7 @@ def test_ranks_per_node_must_divide_the_group(monkeypatch, environment, argument
 def test_auto_is_hierarchical_only_between_nodes():
     plan = SequencePlan.build(64, 4, 4, rank=0)
     chosen = [
-        type(E.open_exchange("auto", plan.program(), E.Link(None, 0, 4, on_node), plan.needed_rows)).__name__
+        type(open_exchange("auto", plan.program(), E.Link(None, 0, 4, on_node), plan.needed_rows)).__name__
         for on_node in (4, 2)
     ]
     assert chosen == ["DirectExchange", "HierarchicalExchange"]

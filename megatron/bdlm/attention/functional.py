@@ -29,9 +29,10 @@ from megatron.bdlm.attention.tiles import (
     tiles_of,
     unfold,
 )
-from megatron.bdlm.parallel.exchange import Exchange, Link, Wire, open_exchange
+from megatron.bdlm.parallel.exchange import Exchange, Link, Wire
 from megatron.bdlm.parallel.plan import SequencePlan
 from megatron.bdlm.parallel.program import AttentionProgram, Piece
+from megatron.bdlm.parallel.transport_choice import open_exchange
 
 _tiles_of_piece: WeakKeyDictionary = WeakKeyDictionary()  # Piece -> {(g, device): tiles}; made once, not in every layer
 

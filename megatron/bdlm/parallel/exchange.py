@@ -4,7 +4,7 @@ An `Exchange` serves one attention call in one direction. Rows travel packed, K 
 (`[rows, h, d + dv]`), so a piece is one message. What may leave a rank at all are its *shared* rows
 (`program.shared[rank]`: under csbp the clean ones), and every index here counts in them.
 
-    exchange = open_exchange(program, link, gradients=False)
+    exchange = open_exchange(transport, program, link, needed)   # transport_choice.py
     exchange.post(packed_shared_rows)           # the first transfer is under way
     ...                                         # work on what is here
     for arrival in exchange.arrivals():         # the next transfer is posted before each piece is handed out
@@ -257,30 +257,3 @@ class NothingToExchange(Exchange):
 
     def arrivals(self) -> Iterator[Arrival]:
         return iter(())
-
-
-def open_exchange(transport: str, program, link: Link, needed: Needed, wire: Wire | None = None) -> Exchange:
-    """Exchange of one attention call; `wire` given means backward.
-
-    Args:
-        program: this rank's `AttentionProgram`.
-        needed: who needs what, for any pair of ranks (only `hierarchical` asks).
-
-    Raises:
-        ExchangeError: unknown transport.
-    """
-    from megatron.bdlm.parallel import hierarchical, transports
-
-    classes = {
-        "direct": transports.DirectExchange,
-        "ring": transports.RingExchange,
-        "allgather": transports.AllGatherExchange,
-        "hierarchical": hierarchical.HierarchicalExchange,
-    }
-    if transport == "auto":
-        transport = "hierarchical" if link.nodes > 1 else "direct"
-    if transport not in classes:
-        raise ExchangeError(f"--bdlm-transport {transport}: no such transport; legal values: {', '.join(TRANSPORTS)}")
-    if link.size == 1 or not any(len(rows) for rows in program.shared):
-        return NothingToExchange(program, link, wire, needed)
-    return classes[transport](program, link, wire, needed)

@@ -1,0 +1,85 @@
+"""Names that others build on: flags, metrics, exports. Changing one is a reviewed line here."""
+
+import dataclasses
+import inspect
+
+import torch
+
+from megatron.bdlm.platform import cpu
+
+cpu.enable()
+
+from megatron.bdlm.attention.functional import block_diffusion_attention  # noqa: E402
+from megatron.bdlm.config import RECIPES, BDLMConfig  # noqa: E402
+from megatron.bdlm.data.noise import corrupt  # noqa: E402
+from megatron.bdlm.objective.loss import block_diffusion_loss, select_rows  # noqa: E402
+from megatron.bdlm.objective.targets import build_targets  # noqa: E402
+from megatron.bdlm.parallel import state  # noqa: E402
+from megatron.bdlm.parallel.exchange import TRANSPORTS, traffic  # noqa: E402
+from megatron.bdlm.parallel.plan import SequencePlan  # noqa: E402
+from megatron.bdlm.testing.oracle import dense_block_diffusion_attention  # noqa: E402
+from tools.flags_reference import TARGET, flag_of, reference  # noqa: E402
+
+FLAGS = """
+--bdlm-recipe --bdlm-block-size --bdlm-block-size-schedule --bdlm-clean-attention --bdlm-noisy-attention --bdlm-views
+--bdlm-tail-policy --bdlm-rope-parameters --bdlm-mask-token-id --bdlm-keep-mask-logit --bdlm-corruption --bdlm-noise-schedule
+--bdlm-noise-eps --bdlm-noise-level-per --bdlm-noise-draw --bdlm-t-min --bdlm-t-max --bdlm-force-one-corrupted
+--bdlm-noise-seed --bdlm-loss-weight --bdlm-loss-denominator --bdlm-label-shift --bdlm-diffusion-loss-weight
+--bdlm-clean-loss-weight --bdlm-cross-entropy-chunk --block-parallel-size --bdlm-strategy --bdlm-transport
+--bdlm-ranks-per-node --bp-grad-dtype --bdlm-attention-kernel --bdlm-noisy-rows --bdlm-full-last-layer
+""".split()
+
+METRICS = {
+    "lm loss", "diffusion loss per supervised token", "diffusion loss per masked token", "masked cross entropy", "nelbo",
+    "masked fraction", "supervised tokens", "parts without supervised tokens",
+} | {f"nelbo t 0.{b}-{'1.0' if b == 9 else f'0.{b + 1}'}" for b in range(10)}
+
+
+def test_flags():
+    assert sorted(flag_of(field) for field in dataclasses.fields(BDLMConfig)) == sorted(FLAGS)
+
+
+def test_flags_reference_is_current():
+    assert TARGET.read_text() == reference(), "run python tools/flags_reference.py"
+
+
+def test_recipes():
+    assert {"bd3lm", "sdar", "fast-dllm-v2", "llada2-sft", "nemotron-joint", "i-dlm"} <= set(RECIPES)
+    for name, values in RECIPES.items():
+        BDLMConfig(**{**values, "bdlm_recipe": name}).validate()
+
+
+def test_metric_names():
+    import numpy as np
+
+    config = BDLMConfig(bdlm_block_size=4, bdlm_mask_token_id=9)
+    tokens, eligible = np.arange(8), np.ones(8, bool)
+    noised = corrupt(tokens, eligible, config)
+    rows = select_rows([build_targets(tokens, eligible, noised, None, config)], np.arange(16))
+    _, _, metrics = block_diffusion_loss(torch.ones(len(rows.index)), rows, config)
+    assert set(metrics) == METRICS
+
+
+def test_transports():
+    assert TRANSPORTS == ("auto", "direct", "hierarchical", "ring", "allgather")
+    assert {"sent", "received"} <= set(traffic()["forward"]) and {"sent", "received"} <= set(traffic()["backward"])
+
+
+def test_signatures():
+    plan = inspect.signature(SequencePlan.build).parameters
+    assert {
+        "seq_length", "block_size", "context_parallel_size", "block_parallel_size", "rank", "views", "documents",
+        "clean_attention", "strategy", "block_origin", "target_blocks",
+    } <= set(plan)
+    attention = list(inspect.signature(block_diffusion_attention).parameters)
+    assert attention[:9] == ["q", "k", "v", "plan", "group", "transport", "kernel", "softmax_scale", "window"]
+    assert list(inspect.signature(corrupt).parameters)[:6] == ["tokens", "eligible", "config", "seed", "sample_index", "epoch"]
+    assert callable(dense_block_diffusion_attention)
+    for name in ("get_block_parallel_group", "get_block_parallel_world_size", "get_block_parallel_rank"):
+        assert not inspect.signature(getattr(state, name)).parameters
+
+
+def test_plan_attributes():
+    plan = SequencePlan.build(seq_length=32, block_size=4, context_parallel_size=2, block_parallel_size=2, rank=1)
+    assert plan.rows.dtype == plan.position_ids.dtype == torch.int64 and plan.is_clean.dtype == torch.bool
+    assert len(plan.rows) == len(plan.position_ids) == len(plan.is_clean)
