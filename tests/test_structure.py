@@ -17,7 +17,7 @@ LEVEL = {
 """A folder may import from folders of a lower level, and from itself."""
 
 PURE = ["parallel/plan.py", "parallel/blocks.py", "parallel/intervals.py", "parallel/layout.py", "parallel/placement.py",
-        "parallel/program.py", "parallel/relations.py", "parallel/staircase.py", "attention/rectangles.py",
+        "parallel/program.py", "parallel/relations.py", "parallel/staircase.py", "parallel/batches.py",
         "data/noise.py", "data/schedules.py"]
 """Files that import neither torch.distributed nor Megatron."""
 

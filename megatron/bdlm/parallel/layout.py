@@ -51,6 +51,11 @@ class LayoutSpec:
         """A noisy row sees its own block up to itself only."""
         return self.noisy_attention == "causal"
 
+    @property
+    def splits_blocks(self) -> bool:
+        """Rows of one block may stand on several ranks, so noisy keys travel too."""
+        return self.block_parallel_size < self.context_parallel_size and self.strategy in ("cp", "hybrid")
+
     def check(self) -> None:
         """Refuse combinations that no layout serves.
 

@@ -12,8 +12,8 @@ each in ascending token order, every view with the same tokens. Padding (index -
 the heaviest rank's count, because pipeline and sequence parallelism want equal shapes; a padding row
 is seen by nobody and sees only itself.
 
-Terms and rules: docs on the mask (who sees whom), `layout` (who holds what), `relations` (the mask as
-staircases), `staircase` (staircases as rectangles), `program` (the result).
+Where the rest is: `blocks` (the block table), `layout` and `placement` (who holds what), `relations` (the mask
+as staircases), `staircase` (staircases as rectangles), `batches`, `program` (the result).
 """
 
 from dataclasses import dataclass, field
@@ -22,21 +22,11 @@ from typing import Optional, Sequence, Union
 import numpy as np
 import torch
 
-from megatron.bdlm.parallel import relations
 from megatron.bdlm.parallel.blocks import PlanError
 from megatron.bdlm.parallel.layout import Layout, LayoutSpec, Share, build_layout
-from megatron.bdlm.parallel.program import (
-    AttentionProgram,
-    LabelledRectangles,
-    Piece,
-    RectangleBatch,
-    into_batches,
-    merge_adjacent,
-    needed_rows,
-)
-from megatron.bdlm.parallel.staircase import decompose
+from megatron.bdlm.parallel.program import AttentionProgram, LayerView, build_program, needed_rows
 
-__all__ = ["SequencePlan", "PlanError", "AttentionProgram", "Piece", "RectangleBatch"]
+__all__ = ["PlanError", "SequencePlan"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,96 +228,28 @@ class SequencePlan:
             window: sliding window W on clean keys; None: no limit.
             queries: "all", or "noisy" (a last layer whose clean rows nobody reads).
         """
-        if window is not None and window < 1:
-            raise PlanError(f"--window-size {window}: a clean row sees at least itself. A legal value: 4096")
-        if queries not in ("all", "noisy"):
-            raise PlanError(f"queries {queries}: all or noisy")
-        # a window that reaches over the whole sample limits nothing
-        window = None if window is not None and window >= self.seq_length + self.block_size else window
-        key = (window, queries)
-        if key not in self._programs:
-            self._programs[key] = self._build_program(window, queries)
-        return self._programs[key]
+        layer = self._layer(window, queries)
+        if layer not in self._programs:
+            self._programs[layer] = build_program(self.layout, self.rank, layer)
+        return self._programs[layer]
 
     def needed_rows(self, rank: int, source: int, window: Optional[int] = None, queries: str = "all") -> np.ndarray:
         """Ascending local rows of `source` that `rank` needs: any pair of ranks, for transports with several hops."""
         if rank == source or self.strategy == "bp":
             return np.zeros(0, np.int64)
-        found = self._rectangles(rank, source, window, queries)
-        return needed_rows(found.parts, self.holdings(source).rows(self.views))
+        return needed_rows(self.layout, rank, source, self._layer(window, queries))
 
-    def _build_program(self, window: Optional[int], queries: str) -> AttentionProgram:
-        size, own = self.context_parallel_size, self.rank
-        local = self._rectangles(own, own, window, queries)
-        ring = [] if self.strategy == "bp" else range(1, size)
-        remote, sends = [], {}
-        for distance in ring:
-            source = (own - distance) % size
-            found = self._rectangles(own, source, window, queries)
-            if found.parts.count:
-                rows = needed_rows(found.parts, self.holdings(source).rows(self.views))
-                remote.append(Piece(source, rows, into_batches(_renumbered(found, rows))))
-            peer = (own + distance) % size
-            asked = self._rectangles(peer, own, window, queries)
-            if asked.parts.count:
-                sends[peer] = needed_rows(asked.parts, self.used_rows)
-        return AttentionProgram(
-            queries=self.used_rows if queries == "all" else self.noisy_rows,
-            local=Piece(own, np.arange(self.s_local), into_batches(local)),
-            remote=tuple(remote),
-            sends=sends,
-            shared=tuple(self._shared(rank) for rank in range(size)),
-        )
-
-    def _rectangles(self, querier: int, source: int, window: Optional[int], queries: str) -> LabelledRectangles:
-        """All that `querier` computes with the keys of `source`, in local rows of both."""
-        blocks, spec = self.layout.blocks, self.layout.spec
-        asking, asked = self.layout.shares[querier], self.layout.shares[source]
-        clean_row, clean_key = spec.views * asking.noisy.count, spec.views * asked.noisy.count
-        entries = []
-
-        def add(stairs, stream: int, relation: int, query: int, key: int) -> None:
-            entries.append((parts.shifted(query, key), stream, relation))
-
-        parts = decompose(relations.noisy_own(blocks, asking.noisy, asked.noisy, spec.noisy_attention), spec.block_size)
-        for view in range(spec.views):
-            add(parts, view, 0, view * asking.noisy.count, view * asked.noisy.count)
-        parts = decompose(relations.noisy_earlier(blocks, asking.noisy, asked.clean, window), spec.block_size)
-        for view in range(spec.views):
-            add(parts, view, 1, view * asking.noisy.count, clean_key)
-        if queries == "all":
-            if spec.clean_attention == "token-causal":
-                stairs = [(relations.clean_token_causal, 1)]
-            else:
-                stairs = [(relations.clean_own, 0), (relations.clean_earlier, 1)]
-            for relation, label in stairs:
-                parts = decompose(relation(blocks, asking.clean, asked.clean, window), spec.block_size)
-                add(parts, spec.views, label, clean_row, clean_key)
-        return merge_adjacent(LabelledRectangles.join(entries))
-
-    def _shared(self, rank: int) -> np.ndarray:
-        """Local rows of a rank that ring and allgather move: clean ones, and noisy ones where blocks are split."""
-        share = self.layout.shares[rank]
-        noisy = self.views * share.noisy.count
-        if self.strategy == "bp" or self.context_parallel_size == 1:
-            return np.zeros(0, np.int64)
-        first = 0 if self.context_parallel_size > self.block_parallel_size else noisy
-        return np.arange(first, noisy + share.clean.count)
+    def _layer(self, window: Optional[int], queries: str) -> LayerView:
+        if window is not None and window < 1:
+            raise PlanError(f"--window-size {window}: a clean row sees at least itself. A legal value: {self.seq_length}")
+        if queries not in ("all", "noisy"):
+            raise PlanError(f"queries {queries}: known values are all, noisy. A legal value: all")
+        # a window over the whole sample limits nothing
+        return LayerView(None if window is not None and window >= self.seq_length else window, queries)
 
 
 def _frozen(values: Optional[Sequence[int]]) -> Optional[tuple[int, ...]]:
     return None if values is None else tuple(np.asarray(values, np.int64).reshape(-1).tolist())
-
-
-def _renumbered(found: LabelledRectangles, rows: np.ndarray) -> LabelledRectangles:
-    """Keys counted in the needed rows of the source instead of all its rows."""
-    parts = found.parts
-    numbered = parts.shifted(0, 0)
-    moved = np.searchsorted(rows, parts.key)
-    return LabelledRectangles(
-        type(parts)(numbered.query, parts.queries, moved, parts.keys, parts.kind, parts.phase, parts.level),
-        found.stream, found.relation,
-    )
 
 
 def _row_tensors(layout: Layout, rank: int, row_multiple: int) -> dict[str, torch.Tensor]:

@@ -1,46 +1,23 @@
-"""What one rank computes: dense rectangles of attention, per source of keys, in batches of equal shape.
+"""What one rank computes in one layer: dense rectangles of attention, per source of keys.
 
-Frozen values made on the CPU; the exchange and the tile math read them and decide nothing.
+A program is a frozen value made on the CPU; the exchange and the tile math read it and decide nothing.
 
 Indices are local rows (`SequencePlan.rows` says which global rows they are): queries at this rank,
 `Piece.rows` at the source, `key_starts` in the rows of the piece.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Optional
 
 import numpy as np
 
-from megatron.bdlm.parallel.staircase import FULL, Rectangles
+from megatron.bdlm.parallel import relations
+from megatron.bdlm.parallel.batches import LabelledRectangles, RectangleBatch, into_batches, merge_adjacent
+from megatron.bdlm.parallel.layout import Layout
+from megatron.bdlm.parallel.staircase import Staircase, decompose
 
-KINDS = ("full", "causal", "anticausal")
-
-
-@dataclass(frozen=True, eq=False)
-class RectangleBatch:
-    """n rectangles of one shape, `queries x keys`.
-
-    Within a batch no two rectangles share a query row. With `copies` c > 1 (several streams that see
-    the same clean keys) the batch is c runs of n/c rectangles with the same key starts, so that the c
-    queries of a key range can be folded into one; within one run no two rectangles share a key.
-    """
-
-    queries: int
-    keys: int
-    query_starts: np.ndarray  # int64 [n], first local query row of each
-    key_starts: np.ndarray  # int64 [n], first key of each, in the rows of the piece
-    kind: str  # "full" | "causal" (square, row i sees keys 0..i) | "anticausal" (square, row i sees keys i..)
-    copies: int = 1
-
-    @property
-    def count(self) -> int:
-        """n."""
-        return len(self.query_starts)
-
-    @property
-    def area(self) -> int:
-        """Visible (query, key) pairs."""
-        one = self.queries * self.keys if self.kind == "full" else self.queries * (self.queries + 1) // 2
-        return one * self.count
+__all__ = ["AttentionProgram", "Piece", "RectangleBatch", "build_program", "needed_rows"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +39,7 @@ class AttentionProgram:
     """All attention of one rank in one layer."""
 
     queries: int  # local query rows computed: all but padding, or the noisy ones
-    local: Piece  # source: this rank; rows: all local rows
+    local: Piece  # source: this rank; rows: all local rows but padding
     remote: tuple[Piece, ...]  # sources of which something is needed, rank-1, rank-2, .. modulo P
     sends: dict[int, np.ndarray]  # peer -> local rows it needs (the mirror of its Piece.rows), rank+1, rank+2, ..
     shared: tuple[np.ndarray, ...]  # per rank: its local rows that ring and allgather move
@@ -78,122 +55,104 @@ class AttentionProgram:
         return sum(batch.count for piece in (self.local, *self.remote) for batch in piece.batches)
 
 
-@dataclass(frozen=True, eq=False)
-class LabelledRectangles:
-    """Rectangles of one piece, with the stream their queries are in and the relation they stem from."""
+@dataclass(frozen=True)
+class LayerView:
+    """What a layer asks for: a window on clean keys, and whether clean rows are computed."""
 
-    parts: Rectangles
-    stream: np.ndarray  # int64: noisy view, or V for clean
-    relation: np.ndarray  # int64: own block 0, earlier keys 1
-
-    @staticmethod
-    def join(entries: list[tuple[Rectangles, int, int]]) -> "LabelledRectangles":
-        """From (rectangles, stream, relation) triples."""
-        parts = Rectangles.join([part for part, _, _ in entries])
-        streams = [np.full(part.count, stream, np.int64) for part, stream, _ in entries]
-        relations = [np.full(part.count, relation, np.int64) for part, _, relation in entries]
-        nothing = [np.zeros(0, np.int64)]
-        return LabelledRectangles(parts, np.concatenate(streams or nothing), np.concatenate(relations or nothing))
-
-    def take(self, index) -> "LabelledRectangles":
-        return LabelledRectangles(self.parts.take(index), self.stream[index], self.relation[index])
+    window: Optional[int] = None
+    queries: str = "all"  # or "noisy"
 
 
-def needed_rows(parts: Rectangles, source_rows: int) -> np.ndarray:
-    """Ascending local rows of a source that any rectangle reads, int64."""
-    change = np.zeros(source_rows + 1, np.int64)
-    np.add.at(change, parts.key, 1)
-    np.add.at(change, parts.key + parts.keys, -1)
+def build_program(layout: Layout, rank: int, layer: LayerView) -> AttentionProgram:
+    """The program of `rank`, queries and keys in local rows."""
+    spec, share = layout.spec, layout.shares[rank]
+    size = spec.context_parallel_size
+    # under bp every rank has every clean row, so nothing is asked of anybody
+    ring = range(0) if spec.strategy == "bp" else range(1, size)
+    remote, sends = [], {}
+    for distance in ring:
+        source = (rank - distance) % size
+        rows = needed_rows(layout, rank, source, layer)
+        if len(rows):
+            remote.append(Piece(source, rows, into_batches(_rectangles(layout, rank, source, layer).keys_among(rows))))
+        peer = (rank + distance) % size
+        asked = needed_rows(layout, peer, rank, layer)
+        if len(asked):
+            sends[peer] = asked
+    return AttentionProgram(
+        queries=share.rows(spec.views) if layer.queries == "all" else spec.views * share.noisy.count,
+        local=Piece(rank, np.arange(share.rows(spec.views)), into_batches(_rectangles(layout, rank, rank, layer))),
+        remote=tuple(remote),
+        sends=sends,
+        shared=tuple(_shared(layout, each) for each in range(size)),
+    )
+
+
+def needed_rows(layout: Layout, querier: int, source: int, layer: LayerView) -> np.ndarray:
+    """Ascending local rows of `source` that any row of `querier` sees, int64."""
+    change = np.zeros(layout.shares[source].rows(layout.spec.views) + 1, np.int64)
+    for part in _relations(layout, querier, source, layer):
+        stairs = part.stairs
+        high = stairs.high + np.where(stairs.high_moves, stairs.rows, 0)
+        seen = high > stairs.low
+        for _, _, key in part.streams:
+            np.add.at(change, stairs.low[seen] + key, 1)
+            np.add.at(change, high[seen] + key, -1)
     return np.flatnonzero(np.cumsum(change[:-1]) > 0)
 
 
-def merge_adjacent(labelled: LabelledRectangles) -> LabelledRectangles:
-    """Join full rectangles of one relation whose queries follow each other and see the same keys.
+OWN, EARLIER = 0, 1
 
-    For example the last noisy rows and all clean rows of a rank against a whole earlier half chunk.
-    (Across relations it would join every second own-block square with the next block's view of it, and
-    the regular starts of both would be lost.)
-    """
-    parts = labelled.parts
-    if not parts.count:
-        return labelled
-    order = np.lexsort((parts.query, parts.keys, parts.key, parts.kind, labelled.relation))
-    labelled = labelled.take(order)
-    parts = labelled.parts
-    begins = np.ones(parts.count, bool)
-    begins[1:] = (
-        (parts.kind[1:] != FULL)
-        | (parts.kind[:-1] != FULL)
-        | (labelled.relation[1:] != labelled.relation[:-1])
-        | (parts.key[1:] != parts.key[:-1])
-        | (parts.keys[1:] != parts.keys[:-1])
-        | (parts.query[1:] != parts.query[:-1] + parts.queries[:-1])
+
+@dataclass(frozen=True, eq=False)
+class _Relation:
+    """One staircase and the streams it holds for."""
+
+    stairs: Staircase
+    label: int  # OWN or EARLIER
+    streams: tuple[tuple[int, int, int], ...]  # (stream, first local query row, first local key row)
+
+
+def _relations(layout: Layout, querier: int, source: int, layer: LayerView) -> Iterator[_Relation]:
+    """The mask between the rows of `querier` and the rows of `source`."""
+    blocks, spec = layout.blocks, layout.spec
+    rows, keys = layout.shares[querier], layout.shares[source]
+    views = range(spec.views)
+    noisy_rows, noisy_keys = rows.noisy.count, keys.noisy.count
+    clean_row, clean_key = spec.views * noisy_rows, spec.views * noisy_keys
+    if querier == source or spec.splits_blocks:
+        yield _Relation(
+            relations.noisy_own(blocks, rows.noisy, keys.noisy, spec.noisy_causal), OWN,
+            tuple((view, view * noisy_rows, view * noisy_keys) for view in views),
+        )
+    yield _Relation(
+        relations.noisy_earlier(blocks, rows.noisy, keys.clean, layer.window), EARLIER,
+        tuple((view, view * noisy_rows, clean_key) for view in views),
     )
-    first = np.flatnonzero(begins)
-    merged = labelled.take(first)
-    part = merged.parts
-    rows = np.add.reduceat(parts.queries, first)
-    joined = Rectangles(part.query, rows, part.key, part.keys, part.kind, part.phase, part.level)
-    return LabelledRectangles(joined, merged.stream, merged.relation)
+    if layer.queries == "noisy":
+        return
+    clean_stream = ((spec.views, clean_row, clean_key),)
+    if spec.clean_causal:
+        yield _Relation(relations.clean_token_causal(blocks, rows.clean, keys.clean, layer.window), EARLIER, clean_stream)
+        return
+    if querier == source or spec.splits_blocks:
+        yield _Relation(relations.clean_own(blocks, rows.clean, keys.clean, layer.window), OWN, clean_stream)
+    yield _Relation(relations.clean_earlier(blocks, rows.clean, keys.clean, layer.window), EARLIER, clean_stream)
 
 
-def into_batches(labelled: LabelledRectangles) -> tuple[RectangleBatch, ...]:
-    """Group rectangles into batches that keep the promises of `RectangleBatch`."""
-    parts = labelled.parts
-    if not parts.count:
-        return ()
-    keys = (
-        parts.query, labelled.stream, parts.keys, parts.queries, parts.kind, -parts.level, parts.phase, labelled.relation
-    )
-    labelled = labelled.take(np.lexsort(keys))
-    parts = labelled.parts
-    labels = np.stack((labelled.relation, parts.phase, parts.level, parts.kind, parts.queries, parts.keys))
-    begins = np.flatnonzero(np.concatenate(([True], (labels[:, 1:] != labels[:, :-1]).any(axis=0))))
-    batches: list[RectangleBatch] = []
-    for first, last in zip(begins.tolist(), begins[1:].tolist() + [parts.count]):
-        batches += _batches_of_one_shape(labelled.take(slice(first, last)))
-    return tuple(batches)
+def _rectangles(layout: Layout, querier: int, source: int, layer: LayerView) -> LabelledRectangles:
+    """The relations as rectangles, in local rows of both."""
+    entries = []
+    for relation in _relations(layout, querier, source, layer):
+        parts = decompose(relation.stairs, layout.spec.block_size)
+        entries += [(parts.shifted(query, key), stream, relation.label) for stream, query, key in relation.streams]
+    return merge_adjacent(LabelledRectangles.join(entries))
 
 
-def _batches_of_one_shape(group: LabelledRectangles) -> list[RectangleBatch]:
-    """Streams that see the same keys become copies; then runs whose keys are apart share a batch."""
-    parts = group.parts
-    streams = np.flatnonzero(np.diff(group.stream, prepend=-1))
-    same_keys: dict[bytes, list[slice]] = {}
-    for first, last in zip(streams.tolist(), streams[1:].tolist() + [parts.count]):
-        same_keys.setdefault(parts.key[first:last].tobytes(), []).append(slice(first, last))
-    by_copies: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
-    for runs in same_keys.values():
-        queries = np.stack([parts.query[run] for run in runs])
-        by_copies.setdefault(len(runs), []).append((queries, parts.key[runs[0]]))
-    batches = []
-    for copies, entries in by_copies.items():
-        queries = np.concatenate([query for query, _ in entries], axis=1)
-        keys = np.concatenate([key for _, key in entries])
-        shape = int(parts.queries[0]), int(parts.keys[0])
-        for chosen in _apart(queries, keys, *shape):
-            batches.append(RectangleBatch(
-                *shape, queries[:, chosen].reshape(-1), np.tile(keys[chosen], copies), KINDS[int(parts.kind[0])], copies,
-            ))
-    return batches
-
-
-def _apart(queries: np.ndarray, keys: np.ndarray, rows: int, width: int) -> list[np.ndarray]:
-    """Index sets within which neither key ranges nor query ranges overlap (queries: [copies, n]; keys: [n])."""
-    sets = []
-    for chosen in _spread(keys, width):
-        # copies lie at the same distances from each other, so the first one speaks for all
-        sets += [chosen[index] for index in _spread(queries[0, chosen], rows)]
-    return sets
-
-
-def _spread(starts: np.ndarray, width: int) -> list[np.ndarray]:
-    """Split ranges `[start, start + width)` into the fewest interleaved sets without overlap; order is kept."""
-    order = np.argsort(starts, kind="stable")
-    ascending = starts[order]
-    sets = 1
-    while sets < len(starts) and (ascending[sets:] - ascending[:-sets] < width).any():
-        sets += 1
-    if sets == 1:
-        return [np.arange(len(starts))]
-    return [np.sort(order[offset::sets]) for offset in range(sets)]
+def _shared(layout: Layout, rank: int) -> np.ndarray:
+    """Local rows of a rank that ring and allgather move: clean ones, and noisy ones where blocks are split."""
+    spec, share = layout.spec, layout.shares[rank]
+    if spec.strategy == "bp" or spec.context_parallel_size == 1:
+        return np.zeros(0, np.int64)
+    noisy = spec.views * share.noisy.count
+    return np.arange(0 if spec.splits_blocks else noisy, noisy + share.clean.count)

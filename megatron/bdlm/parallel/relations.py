@@ -25,9 +25,8 @@ from megatron.bdlm.parallel.intervals import Intervals
 from megatron.bdlm.parallel.staircase import Staircase
 
 
-def noisy_own(table: BlockTable, rows: Intervals, keys: Intervals, noisy_attention: str) -> Staircase:
-    """Noisy rows against the noisy rows of their own block (of one view)."""
-    causal = noisy_attention == "causal"
+def noisy_own(table: BlockTable, rows: Intervals, keys: Intervals, causal: bool) -> Staircase:
+    """Noisy rows against the noisy rows of their own block (of one view); `causal`: up to themselves."""
     starts, stops = rows.cut(table.starts, *((keys.starts, keys.stops) if causal else ()))
     block = table.of_tokens(starts)
     low = keys.rank_of(table.starts[block])
