@@ -87,8 +87,8 @@ def show_sample(a: argparse.Namespace, config: BDLMConfig) -> None:
     for view in range(len(noised.xt)):
         share = noised.corrupted[view].mean()
         print(
-            f"sample {a.sample}, view {view}: {len(noised.block_starts)} blocks, {share:.1%} of "
-            f"{a.seq_length} tokens corrupted; |t| starts a block"
+            f"sample {a.sample}, view {view}: {len(noised.block_starts)} blocks, {share:.1%} of {a.seq_length} tokens "
+            "corrupted; |t| starts a block"
         )
         print(inspection.render(sample, noised, inspection.decoder(tokenizer), view, colour))
 

@@ -8,6 +8,8 @@ import struct
 
 import numpy as np
 import pytest
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from megatron.bdlm.data import indexed, preprocess
@@ -243,3 +245,21 @@ def test_broken_manifest_is_an_error(tmp_path, prefix):
     indexed.manifest_path(prefix).write_text("{}")
     with pytest.raises(DataError, match="not a manifest of the format"):
         indexed.read_manifest(prefix)
+
+
+def test_the_engines_own_dataset_reads_the_output(tmp_path, source):
+    """Stock `GPTDataset`, as Megatron's pretraining scripts use it."""
+    run(tmp_path, source, write_lines(tmp_path / "a.jsonl", *['{"text": "0123456789"}'] * 20), append_eod=True)
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=11,
+        blend=([str(tmp_path / "out" / "data")], None),
+        split="1,0,0",
+        tokenizer=load_tokenizer(source),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        path_to_cache=str(tmp_path / "cache"),
+    )
+    train = BlendedMegatronDatasetBuilder(GPTDataset, [10, 0, 0], lambda: True, config).build()[0]
+    assert train[3]["tokens"].tolist() == [*b"0123456789", 256]

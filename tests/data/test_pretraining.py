@@ -248,6 +248,12 @@ def test_empty_split_is_refused(tokenizer, tmp_path):
         build(tokenizer, data, tmp_path, split="99,1,0")
 
 
+def test_evaluations_without_data_are_refused(tokenizer, prefix, tmp_path):
+    with pytest.raises(DataError, match="--split 1,0,0: the validation split is empty and --eval-iters is not 0"):
+        build(tokenizer, prefix, tmp_path, split="1,0,0")
+    assert build(tokenizer, prefix, tmp_path, split="1,0,0", counts=(40, 0, 0))[1] is None
+
+
 def test_truncated_data_is_refused_at_start(tokenizer, prefix, tmp_path):
     """C7"""
     os.truncate(f"{prefix}.bin", os.path.getsize(f"{prefix}.bin") - 2)

@@ -260,5 +260,8 @@ def test_build_from_arguments(paths, encoder, tmp_path, monkeypatch):
     assert int(train[99]["epoch"]) > 0
     apart = SimpleNamespace(**{**vars(args), "data_path": None, "train_data_path": paths, "valid_data_path": paths})
     assert [dataset is None for dataset in sft.build_finetuning_datasets(apart, (100, 24, 6))] == [False, False, True]
+    nothing = SimpleNamespace(**{**vars(args), "split": "1,0,0"})
+    with pytest.raises(DataError, match="--split 1,0,0: the validation split is empty"):
+        sft.build_finetuning_datasets(nothing, (100, 24, 6))
     with pytest.raises(DataError, match="--data-path .*fine-tuning needs JSON lines"):
         sft.build_finetuning_datasets(SimpleNamespace(**{**vars(args), "data_path": None}), (1, 1, 1))

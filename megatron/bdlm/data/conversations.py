@@ -70,8 +70,8 @@ class ConversationEncoder:
                 return self._piece(encode(fields, record.place), record.place)
         keys = ", ".join(map(repr, fields)) or "no key"
         raise DataError(
-            f"{record.place}: an item has 'messages', 'prompt' and 'completion', or 'tokens' and 'mask'; this "
-            f"one has {keys}"
+            f"{record.place}: an item has 'messages', 'prompt' and 'completion', or 'tokens' and 'mask'; this one has "
+            f"{keys}"
         )
 
     def _piece(self, segments: list[Segment], place: str) -> Piece:
@@ -147,9 +147,8 @@ class ConversationEncoder:
         parts = self._render(marked, place).split(MARKER)
         if len(parts) != 2 or not whole.startswith(parts[0]) or not whole[len(parts[0]) :].endswith(parts[1]):
             raise DataError(
-                f"{place}: the chat template does not write message {number} once as it is, so that the "
-                "answer cannot be told "
-                "apart; give 'tokens' and 'mask', or another template"
+                f"{place}: the chat template does not write message {number} once as it is, so that the answer cannot "
+                "be told apart; give 'tokens' and 'mask', or another template"
             )
         return len(parts[0]), len(whole) - len(parts[1])
 

@@ -69,8 +69,8 @@ def check_pair(prefix: str) -> IndexSummary:
         header = stream.read(HEADER_BYTES)
     if len(header) < HEADER_BYTES or header[:9] != MAGIC:
         raise DataError(
-            f"{index}: no Megatron index (its first bytes are not {MAGIC[:7].decode()}, or it is truncated: "
-            f"{size} bytes)"
+            f"{index}: no Megatron index (its first bytes are not {MAGIC[:7].decode()}, or it is truncated: {size} "
+            "bytes)"
         )
     version, code, sequences, boundaries = struct.unpack("<QBQQ", header[9:])
     if version != 1 or code not in _DTYPES:
@@ -81,8 +81,8 @@ def check_pair(prefix: str) -> IndexSummary:
     if size not in (expected, expected + sequences):
         state = "truncated" if size < expected else "too long"
         raise DataError(
-            f"{index}: {state}: {sequences} sequences and {boundaries - 1} documents need {expected} bytes, "
-            f"it has {size}"
+            f"{index}: {state}: {sequences} sequences and {boundaries - 1} documents need {expected} bytes, it has "
+            f"{size}"
         )
     if sequences == 0:
         raise DataError(f"{index}: it holds no sequence")
@@ -92,9 +92,8 @@ def check_pair(prefix: str) -> IndexSummary:
     if held != tokens * dtype.itemsize:
         state = "truncated" if held < tokens * dtype.itemsize else "too long"
         raise DataError(
-            f"{bin_path(prefix)}: {state}, or from another index: the index counts {tokens} tokens of "
-            f"{dtype.itemsize} bytes "
-            f"= {tokens * dtype.itemsize} bytes, the file has {held}"
+            f"{bin_path(prefix)}: {state}, or from another index: the index counts {tokens} tokens of {dtype.itemsize} "
+            f"bytes = {tokens * dtype.itemsize} bytes, the file has {held}"
         )
     return IndexSummary(sequences, boundaries - 1, tokens, dtype)
 

@@ -40,8 +40,8 @@ class MockDocuments:
         ring = [token for token in range(min(vocabulary_size, RING + len(outside))) if token not in outside][:RING]
         if len(ring) < 8:
             raise DataError(
-                f"--mock-data: a vocabulary of {vocabulary_size} leaves {len(ring)} ordinary tokens; at least "
-                "8 are needed"
+                f"--mock-data: a vocabulary of {vocabulary_size} leaves {len(ring)} ordinary tokens; at least 8 are "
+                "needed"
             )
         self.ring = np.array(ring, dtype=np.int64)
         self.eod = eod

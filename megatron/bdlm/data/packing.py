@@ -66,8 +66,8 @@ def fit(piece: Piece, limit: int, policy: TooLong, place: str) -> Optional[Piece
         return piece
     if policy == "error":
         raise DataError(
-            f"{place}: {len(piece)} tokens do not fit --seq-length {limit}; a legal value: {len(piece)}, "
-            "or drop or truncate-left as the policy for too long samples"
+            f"{place}: {len(piece)} tokens do not fit --seq-length {limit}; a legal value: {len(piece)}, or drop or "
+            "truncate-left as the policy for too long samples"
         )
     if policy == "drop":
         return None

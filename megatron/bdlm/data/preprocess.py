@@ -71,8 +71,8 @@ class Encoder:
         self.eod = end_of_document_id(self.tokenizer)
         if options.append_eod and self.eod is None:
             raise DataError(
-                f"--append-eod: the tokenizer {options.tokenizer.tokenizer_model} has no end-of-document "
-                "token; leave the flag out"
+                f"--append-eod: the tokenizer {options.tokenizer.tokenizer_model} has no end-of-document token; leave "
+                "the flag out"
             )
 
     def encode(self, record: Record) -> Encoded:

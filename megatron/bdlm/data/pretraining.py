@@ -103,10 +103,9 @@ class BDLMPretrainingDataset(GPTDataset):
             return super()._build_document_sample_shuffle_indices()
         if self._get_num_tokens_per_epoch() == 0:
             raise DataError(
-                f"--split {self.config.split}: the {self.index_split.name} split of {self.dataset_path} gets "
-                "none of its "
-                f"{len(self.dataset.sequence_lengths)} documents; a legal value gives it at least one, for "
-                "example 90,5,5"
+                f"--split {self.config.split}: the {self.index_split.name} split of {self.dataset_path} gets none of "
+                f"its {len(self.dataset.sequence_lengths)} documents; a legal value gives it at least one, for example "
+                "90,5,5"
             )
         if self.dataset_path is not None and not is_object_storage_path(self.dataset_path):
             self.unique_identifiers["data"] = pair_fingerprint(self.dataset_path)
@@ -217,8 +216,8 @@ def documents_are_separate(args: Any) -> bool:
     if positions != attention:
         given, other = ("--reset-position-ids", "--reset-attention-mask")[:: 1 if positions else -1]
         raise DataError(
-            f"{given}: positions, blocks and attention restart together at a document; give {other} too, or "
-            "only --dataloader-inter-document-masking"
+            f"{given}: positions, blocks and attention restart together at a document; give {other} too, or only "
+            "--dataloader-inter-document-masking"
         )
     return positions or args.dataloader_inter_document_masking
 
@@ -286,12 +285,15 @@ def build_pretraining_datasets(
 
     if args.dataloader_type not in (None, "single"):
         raise DataError(
-            f"--dataloader-type {args.dataloader_type}: a sample's identity is its place in the training "
-            "order, which only "
-            "the value single keeps. A legal value: single"
+            f"--dataloader-type {args.dataloader_type}: a sample's identity is its place in the training order, which "
+            "only the value single keeps. A legal value: single"
         )
     tokenizer = get_tokenizer()
     blend, blend_per_split = (None, None) if args.mock_data else get_blend_and_blend_per_split(args)
+    if not args.mock_data and blend is None and not any(blend_per_split or []):
+        raise DataError(
+            "--data-path: no data given; a legal value: a prefix that tools/preprocess_data.py wrote, or --mock-data"
+        )
     config = dataset_config(args, tokenizer, blend, blend_per_split)
     prefixes = [prefix for group in (blend_per_split or [blend]) if group is not None for prefix in group[0]]
     source = TokenizerSource(
@@ -300,6 +302,19 @@ def build_pretraining_datasets(
     check_data_tokenizer(prefixes, tokenizer, source)
     once = args.eval_iters * getattr(args, "eval_global_batch_size", args.global_batch_size)
     return build_numbered_datasets(config, sample_counts, evaluation_samples=once)
+
+
+def require_validation(dataset: Any, count: Optional[int], flag: str) -> None:
+    """Refuse evaluations without data, which the engine would notice at the first one only.
+
+    Raises:
+        DataError: the run asks for `count` validation samples and the split is empty.
+    """
+    if dataset is None and count != 0:
+        raise DataError(
+            f"{flag}: the validation split is empty and --eval-iters is not 0. "
+            "A legal value: --split 90,5,5, or --eval-iters 0"
+        )
 
 
 def build_numbered_datasets(
@@ -321,10 +336,10 @@ def build_numbered_datasets(
             return [number(each, length, repeat) for each in dataset]
         return NumberedSamples(dataset, length, repeat)
 
+    require_validation(splits[1], valid, f"--split {config.split}" if config.blend else "--valid-data-path")
     if splits[0] is not None and train is not None and len(splits[0]) < train:
         raise DataError(
-            f"--data-path: prefixes without weights are read once and give {len(splits[0])} training samples, "
-            f"the run asks for {train}; "
-            "give a weight before each prefix, for example 0.5 A 0.5 B"
+            f"--data-path: prefixes without weights are read once and give {len(splits[0])} training samples, the run "
+            f"asks for {train}; give a weight before each prefix, for example 0.5 A 0.5 B"
         )
     return number(splits[0]), number(splits[1], valid, None if valid is None else evaluation_samples), number(splits[2])

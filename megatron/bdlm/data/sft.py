@@ -30,6 +30,7 @@ from megatron.bdlm.data.documents import JSON_SUFFIXES, DataError, input_files, 
 from megatron.bdlm.data.indexed import file_sha256
 from megatron.bdlm.data.packing import Piece, assemble, epoch_order, fill, fit, pack
 from megatron.bdlm.data.partial import partial_output
+from megatron.bdlm.data.pretraining import require_validation
 from megatron.bdlm.data.tokenizers import TokenizerSource, tokenizer_identity
 
 ARRAYS = ("tokens", "eligible", "offsets", "restarts", "restart_offsets", "padding")
@@ -333,6 +334,8 @@ def build_finetuning_datasets(
             if len(items)
             else None
         )
+    flag = f"--split {args.split}" if args.data_path else "--valid-data-path"
+    require_validation(datasets[1], sample_counts[1], flag)
     return tuple(datasets)
 
 

@@ -36,8 +36,8 @@ def train_byte_pair_encoding(
     specials = len(SPECIAL_TOKENS) + len(extra_tokens)
     if vocab_size < BYTES + specials:
         raise DataError(
-            f"--vocab-size {vocab_size}: it must hold {BYTES} bytes and {specials} special tokens; "
-            f"the least legal value is {BYTES + specials}"
+            f"--vocab-size {vocab_size}: it must hold {BYTES} bytes and {specials} special tokens; the least legal "
+            f"value is {BYTES + specials}"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -63,8 +63,8 @@ def load_tokenizer(source: TokenizerSource) -> Any:
     if source.tokenizer_type == "HuggingFaceTokenizer" and not os.path.isdir(source.tokenizer_model):
         # Anything else is taken for the name of a hub repository and tried over the network for half a minute.
         raise DataError(
-            f"--tokenizer-model {source.tokenizer_model}: no such local folder; download the tokenizer or "
-            "train one (tools/train_tokenizer.py)"
+            f"--tokenizer-model {source.tokenizer_model}: no such local folder; download the tokenizer or train one "
+            "(tools/train_tokenizer.py)"
         )
     defaults = dict(
         rank=0,
@@ -152,8 +152,8 @@ class Vocabulary:
         """
         if padded_vocab_size < self.size:
             raise DataError(
-                f"--padded-vocab-size {padded_vocab_size}: the vocabulary has {self.size} rows "
-                f"(mask token {self.mask_token_id}); a legal value: {self.padded(128)}"
+                f"--padded-vocab-size {padded_vocab_size}: the vocabulary has {self.size} rows (mask token "
+                f"{self.mask_token_id}); a legal value: {self.padded(128)}"
             )
 
 
@@ -169,8 +169,8 @@ def resolve_vocabulary(tokenizer: Any, requested: Optional[int] = None) -> Vocab
     flag = f"--bdlm-mask-token-id {mask}"
     if not 0 <= mask <= size:
         raise DataError(
-            f"{flag}: it must be one of the tokenizer's {size} ids or {size}, one new row behind them, "
-            f"and not in the padding rows. A legal value: {legal}"
+            f"{flag}: it must be one of the tokenizer's {size} ids or {size}, one new row behind them, and not in the "
+            f"padding rows. A legal value: {legal}"
         )
     if mask == eod:
         raise DataError(

@@ -116,8 +116,8 @@ def _manifest_findings(prefix: str, manifest: dict[str, Any], summary: IndexSumm
             findings.append(
                 Finding(
                     True,
-                    f"{path}: its SHA-256 is {digest[:12]}.., the manifest says {entry['sha256'][:12]}..: the "
-                    "file was changed",
+                    f"{path}: its SHA-256 is {digest[:12]}.., the manifest says {entry['sha256'][:12]}..: the file was "
+                    "changed",
                 )
             )
     for name, held in (("documents", summary.documents), ("tokens", summary.tokens)):
@@ -142,8 +142,8 @@ def _index_findings(prefix: str, summary: IndexSummary) -> list[Finding]:
         findings.append(
             Finding(
                 True,
-                f"{idx_path(prefix)}: sequence {wrong[0]} starts at byte {offsets[wrong[0]]}, its "
-                f"predecessors end at {expected[wrong[0]]}",
+                f"{idx_path(prefix)}: sequence {wrong[0]} starts at byte {offsets[wrong[0]]}, its predecessors end at "
+                f"{expected[wrong[0]]}",
             )
         )
     if boundaries[0] != 0 or boundaries[-1] != summary.sequences or (np.diff(boundaries) < 0).any():
@@ -167,8 +167,8 @@ def _token_findings(
             findings.append(
                 Finding(
                     True,
-                    f"{_place(prefix, summary, outside)}: id {part[bad.argmax()]} is outside the tokenizer's "
-                    f"{size} tokens",
+                    f"{_place(prefix, summary, outside)}: id {part[bad.argmax()]} is outside the tokenizer's {size} "
+                    "tokens",
                 )
             )
         if masked is None and mask is not None and (hit := part == mask).any():
@@ -176,8 +176,8 @@ def _token_findings(
             findings.append(
                 Finding(
                     True,
-                    f"{_place(prefix, summary, masked)}: the mask token {mask} is a real token here; prepare "
-                    "the data again without it",
+                    f"{_place(prefix, summary, masked)}: the mask token {mask} is a real token here; prepare the data "
+                    "again without it",
                 )
             )
     return findings
