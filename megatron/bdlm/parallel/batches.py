@@ -69,7 +69,7 @@ class LabelledRectangles:
 
 
 def merge_adjacent(labelled: LabelledRectangles) -> LabelledRectangles:
-    """Join full rectangles of one relation whose queries follow each other and see the same keys.
+    """Join full rectangles of one kind of step whose queries follow each other and see the same keys.
 
     For example the last noisy rows and all clean rows of a rank against a whole earlier half chunk.
     (Across relations it would join every second own-block square with the next block's view of it, and
@@ -78,19 +78,17 @@ def merge_adjacent(labelled: LabelledRectangles) -> LabelledRectangles:
     parts = labelled.parts
     if not parts.count:
         return labelled
-    order = np.lexsort((parts.query, parts.keys, parts.key, parts.kind, labelled.relation))
-    labelled = labelled.take(order)
+    labels = np.stack((parts.keys, parts.key, parts.level, parts.phase, parts.kind, labelled.relation))
+    order = np.lexsort((parts.query, *labels))
+    labelled, labels = labelled.take(order), labels[:, order]
     parts = labelled.parts
-    begins = np.ones(parts.count, bool)
-    begins[1:] = (
-        (parts.kind[1:] != FULL)
-        | (parts.kind[:-1] != FULL)
-        | (labelled.relation[1:] != labelled.relation[:-1])
-        | (parts.key[1:] != parts.key[:-1])
-        | (parts.keys[1:] != parts.keys[:-1])
-        | (parts.query[1:] != parts.query[:-1] + parts.queries[:-1])
+    continues = np.zeros(parts.count, bool)
+    continues[1:] = (
+        (labels[:, 1:] == labels[:, :-1]).all(axis=0)
+        & (parts.kind[1:] == FULL)
+        & (parts.query[1:] == parts.query[:-1] + parts.queries[:-1])
     )
-    first = np.flatnonzero(begins)
+    first = np.flatnonzero(~continues)
     merged = labelled.take(first)
     joined = replace(merged.parts, queries=np.add.reduceat(parts.queries, first))
     return LabelledRectangles(joined, merged.stream, merged.relation)
@@ -101,12 +99,9 @@ def into_batches(labelled: LabelledRectangles) -> tuple[RectangleBatch, ...]:
     parts = labelled.parts
     if not parts.count:
         return ()
-    keys = (
-        parts.query, labelled.stream, parts.keys, parts.queries, parts.kind, -parts.level, parts.phase, labelled.relation
-    )
-    labelled = labelled.take(np.lexsort(keys))
-    parts = labelled.parts
-    labels = np.stack((labelled.relation, parts.phase, parts.level, parts.kind, parts.queries, parts.keys))
+    labels = np.stack((parts.keys, parts.queries, parts.kind, -parts.level, parts.phase, labelled.relation))
+    order = np.lexsort((parts.query, labelled.stream, *labels))
+    labelled, labels = labelled.take(order), labels[:, order]
     begins = np.flatnonzero(np.concatenate(([True], (labels[:, 1:] != labels[:, :-1]).any(axis=0))))
     batches: list[RectangleBatch] = []
     for first, last in zip(begins.tolist(), begins[1:].tolist() + [parts.count]):
@@ -115,7 +110,10 @@ def into_batches(labelled: LabelledRectangles) -> tuple[RectangleBatch, ...]:
 
 
 def _batches_of_one_shape(group: LabelledRectangles) -> list[RectangleBatch]:
-    """Streams that see the same keys become copies; then runs whose keys are apart share a batch."""
+    """Streams that see the same keys become copies; then runs whose keys are apart share a batch.
+
+    Query rows are apart already: parts of one relation, phase and level never share one.
+    """
     parts = group.parts
     streams = np.flatnonzero(np.diff(group.stream, prepend=-1))
     same_keys: dict[bytes, list[slice]] = {}
@@ -130,20 +128,11 @@ def _batches_of_one_shape(group: LabelledRectangles) -> list[RectangleBatch]:
         queries = np.concatenate([query for query, _ in entries], axis=1)
         keys = np.concatenate([key for _, key in entries])
         shape = int(parts.queries[0]), int(parts.keys[0])
-        for chosen in _apart(queries, keys, *shape):
+        for chosen in _spread(keys, shape[1]):
             batches.append(RectangleBatch(
                 *shape, queries[:, chosen].reshape(-1), np.tile(keys[chosen], copies), KINDS[int(parts.kind[0])], copies,
             ))
     return batches
-
-
-def _apart(queries: np.ndarray, keys: np.ndarray, rows: int, width: int) -> list[np.ndarray]:
-    """Index sets within which neither key ranges nor query ranges overlap (queries: [copies, n]; keys: [n])."""
-    sets = []
-    for chosen in _spread(keys, width):
-        # copies lie at the same distances from each other, so the first one speaks for all
-        sets += [chosen[index] for index in _spread(queries[0, chosen], rows)]
-    return sets
 
 
 def _spread(starts: np.ndarray, width: int) -> list[np.ndarray]:
