@@ -224,7 +224,7 @@ def adapt_engine(on_cpu: bool) -> None:
     import megatron.training.training as engine_training
 
     initialize = engine_training.initialize_megatron
-    engine_training.initialize_megatron = lambda **kwargs: initialize(allow_no_cuda=True, **kwargs)
+    engine_training.initialize_megatron = lambda **kwargs: initialize(**{**kwargs, "allow_no_cuda": True})
     # Its warm-up draws from the generator that initialises weights, by amounts that depend on the layout.
     engine_training.set_jit_fusion_options = lambda **kwargs: None
     engine_optimizer.Adam, engine_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
