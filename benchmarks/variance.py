@@ -3,10 +3,11 @@
     python benchmarks/variance.py --output benchmarks/results/variance      # writes .json and .png
 
 For each block size a small byte-level model is trained with the linear schedule on text that every machine has
-(Python's own documentation topics). Then its weights stay fixed, and each kind of noise draws many batches:
+(Python's own documentation topics). Then its weights and one batch of that text stay fixed, and each kind of noise is
+drawn many times over it:
 
-    loss variance       of the loss of a batch, data and noise redrawn
-    gradient variance   E |g - E g|^2 / |E g|^2 over the same batches
+    loss variance       of the batch's loss
+    gradient variance   E |g - E g|^2 / |E g|^2
 
 The model is plain PyTorch over the dense mask of the oracle: nothing here depends on the engine, only on noise and
 objective.
@@ -38,7 +39,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 MASK = 256  # behind the bytes
-LENGTH, HIDDEN, HEADS, LAYERS, BATCH = 128, 96, 4, 2, 16
+LENGTH, HIDDEN, HEADS, LAYERS, BATCH = 64, 64, 4, 2, 16
 
 LINEAR = "linear, t in [.001, 1]"
 KINDS = {
@@ -129,12 +130,12 @@ def train(model: Model, config: BDLMConfig, steps: int) -> float:
 
 
 def measure(model: Model, config: BDLMConfig, draws: int) -> dict[str, float]:
-    """Mean and variances over `draws` batches of unseen data and noise, weights fixed."""
-    text = Text(seed=1)
+    """Mean and variances over `draws` noises of one batch, weights fixed."""
+    samples = Text(seed=1).batch(0)
     losses, mean, square = [], None, 0.0
     for draw in range(draws):
         model.zero_grad()
-        loss = loss_of(model, text.batch(draw), config, 1_000_000 + draw)
+        loss = loss_of(model, samples, config, 1_000_000 + draw)
         loss.backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters()]).double()
         mean = gradient / draws if mean is None else mean + gradient / draws
@@ -168,8 +169,8 @@ def plot(results: dict, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[4, 16])
-    parser.add_argument("--steps", type=int, default=400, help="training steps of each model")
-    parser.add_argument("--draws", type=int, default=200, help="batches over which variances are taken")
+    parser.add_argument("--steps", type=int, default=1000, help="training steps of each model")
+    parser.add_argument("--draws", type=int, default=200, help="noises over which variances are taken")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/variance"), help="path without suffix")
     args = parser.parse_args()

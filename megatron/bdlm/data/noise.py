@@ -32,6 +32,7 @@ VALIDATION_T_RANGE = (1e-3, 1.0)
 
 _LEVEL, _ORDER, _SHIFT, _TOKEN, _REPLACEMENT = range(5)  # the streams of one sample
 
+_PIECE = 1 << 15  # words drawn at a time; even
 _WORD = 1 << 64
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples of it modulo 2^64 are a low-discrepancy sequence
 
@@ -106,17 +107,14 @@ def corrupt(
     t_G = _unit_levels(groups, eligible, config.bdlm_noise_draw, key, own_place)
     t_G *= t_max - t_min
     t_G += t_min
-    draws = key.words(_TOKEN, length)
-    first = draws <= groups.expand(_thresholds(schedule.probability(t_G)))
-    first &= eligible
-    if config.bdlm_force_one_corrupted:
-        _force_one(first, draws, eligible, blocks)
-
     views = config.bdlm_views
     corrupted = np.empty((views, length), dtype=bool)
-    corrupted[0] = first
+    key.below(_TOKEN, groups.expand(_thresholds(schedule.probability(t_G))), out=corrupted[0])
+    corrupted[0] &= eligible
+    if config.bdlm_force_one_corrupted:
+        _force_one(corrupted[0], key.words(_TOKEN, length), eligible, blocks)
     if views == 2:
-        np.greater(eligible, first, out=corrupted[1])  # eligible and not corrupted in the first view
+        np.greater(eligible, corrupted[0], out=corrupted[1])  # eligible and not corrupted in the first view
     t_L = groups.expand(t_G.astype(np.float32))
     weights = [groups.expand(schedule.weight(t_G).astype(np.float32))]
     if views == 2:
@@ -230,8 +228,24 @@ class _NoiseKey:
 
     def words(self, stream: int, count: int) -> np.ndarray:
         """[count] uint32"""
-        raw = self._philox(stream, self._sample).random_raw((count + 1) // 2)
-        return np.asarray(raw, dtype="<u8").view("<u4")[:count].astype(np.uint32, copy=False)
+        return _words(self._philox(stream, self._sample), count)
+
+    def below(self, stream: int, largest: np.ndarray, out: np.ndarray) -> None:
+        """out[i] = word i of the stream <= largest[i], [count] each; a piece at a time, so that the words stay in cache."""
+        philox = self._philox(stream, self._sample)
+        for start in range(0, len(out), _PIECE):
+            piece = slice(start, min(start + _PIECE, len(out)))
+            np.less_equal(_words(philox, piece.stop - start), largest[piece], out=out[piece])
+
+    def ids(self, stream: int, count: int, bound: int, dtype: np.dtype) -> np.ndarray:
+        """[count] integers, uniform on [0, bound) up to bound / 2^32: the high halves of 32 x 32 bit products."""
+        philox, out = self._philox(stream, self._sample), np.empty(count, dtype)
+        for start in range(0, count, _PIECE):
+            drawn = _words(philox, min(_PIECE, count - start)).astype(np.uint64)
+            drawn *= np.uint64(bound)
+            drawn >>= np.uint64(32)
+            out[start : start + _PIECE] = drawn
+        return out
 
     def permutation(self, count: int) -> np.ndarray:
         """A permutation of 0..count-1."""
@@ -241,6 +255,12 @@ class _NoiseKey:
         """In [0, 1): the sample's place in a low-discrepancy (golden ratio) sequence over sample indices."""
         offset = int(self._philox(_SHIFT, 0).random_raw())
         return ((offset + self._sample * _GOLDEN) % _WORD >> 11) / 2.0**53
+
+
+def _words(philox: np.random.Philox, count: int) -> np.ndarray:
+    """The next [count] uint32; an odd count wastes half of the generator's last word."""
+    raw = philox.random_raw((count + 1) // 2)
+    return np.asarray(raw, dtype="<u8").view("<u4")[:count].astype(np.uint32, copy=False)
 
 
 def _checked(tokens: np.ndarray, eligible: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -327,11 +347,7 @@ def _replace(
         return _blend(tokens, mask, corrupted)
     if vocab_size is None or not 0 < vocab_size <= 2**32:
         raise ValueError(f"vocab_size {vocab_size}: uniform corruption draws from its ids. A legal value: 32000")
-    # the high half of a 32 x 32 bit product is uniform on [0, vocab_size) up to vocab_size / 2^32
-    drawn = key.words(_REPLACEMENT, tokens.shape[0]).astype(np.uint64)
-    drawn *= np.uint64(vocab_size)
-    drawn >>= np.uint64(32)
-    return _blend(tokens, drawn.astype(tokens.dtype), corrupted)
+    return _blend(tokens, key.ids(_REPLACEMENT, tokens.shape[0], vocab_size, tokens.dtype), corrupted)
 
 
 def _blend(tokens: np.ndarray, replacement: np.ndarray | int, corrupted: np.ndarray) -> np.ndarray:
