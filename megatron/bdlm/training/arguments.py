@@ -75,6 +75,11 @@ def parse_arguments(group: type | None = None) -> tuple[Any, BDLMConfig]:
     args = parse_and_validate_args(extra_args_provider=provider)
     config = config_from_args(args)
     check_combination(args, config)
+    if group is None and config.bdlm_tail_policy != "ragged":
+        raise BDLMConfigError(
+            f"--bdlm-tail-policy {config.bdlm_tail_policy}: pretraining samples are full of text, so only fine-tuning has tails "
+            "to fill. A legal value: ragged"
+        )
 
     vocabulary = resolve_vocabulary(get_tokenizer(), config.bdlm_mask_token_id)
     config.bdlm_mask_token_id = vocabulary.mask_token_id

@@ -188,11 +188,15 @@ def _plan(length, block_size, views, layout, clean_attention, noisy_attention, s
 
 
 def _final_rows(plan: SequencePlan, config: BDLMConfig, model_config: Any) -> Optional[int]:
-    """Rows that the last layer computes: the noisy ones where no loss reads clean rows, else None for all."""
+    """Rows that the last layer computes: the noisy ones where no loss reads clean rows, else None for all.
+
+    The ranks of a context-parallel group exchange the keys of the last layer's queries, so all of them must decide alike.
+    """
     if config.bdlm_full_last_layer or config.bdlm_clean_loss_weight > 0.0 or model_config.attention_output_gate:
         return None
     tensor_ranks = model_config.tensor_model_parallel_size if model_config.sequence_parallel else 1
-    return plan.noisy_rows if plan.noisy_rows and plan.noisy_rows % tensor_ranks == 0 else None
+    held = [plan.views * plan.holdings(rank).noisy.count for rank in range(plan.context_parallel_size)]
+    return plan.noisy_rows if all(rows and rows % tensor_ranks == 0 for rows in held) else None
 
 
 @functools.lru_cache(maxsize=1)
