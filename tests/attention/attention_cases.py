@@ -93,8 +93,19 @@ def run_cases_on_rank(cases: list[Case]) -> list[Shard]:
     return [run_case(case, dist.get_world_size(), dist.get_rank()) for case in cases]
 
 
+_references: dict[str, tuple[torch.Tensor, ...]] = {}  # a sample is sharded in many ways, its reference is one
+
+
 def reference(case: Case) -> tuple[torch.Tensor, ...]:
     """Output and gradients of the dense oracle over all global rows, float64."""
+    sample = {name: value for name, value in case.plan.items() if name in ORACLE_ARGUMENTS}
+    key = str((sample, case.window, case.queries, case.scale, case.heads, case.batch, case.dtype, case.seed))
+    if key not in _references:
+        _references[key] = compute_reference(case)
+    return _references[key]
+
+
+def compute_reference(case: Case) -> tuple[torch.Tensor, ...]:
     q, k, v, dout = case.inputs()
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     arguments = {name: case.plan[name] for name in ORACLE_ARGUMENTS if name in case.plan}
@@ -120,10 +131,10 @@ def assembled(shards: list[Shard], case: Case) -> tuple[torch.Tensor, ...]:
 
 
 def errors(shards: list[Shard], case: Case) -> dict[str, float]:
-    """Largest error of output and gradients, relative to the largest entry of the reference."""
+    """Largest error of output and gradients, relative to the largest entry of the reference (inputs are of order one)."""
     names = ("out", "dq", "dk", "dv")
     return {
-        name: ((ours - expected).abs().max() / expected.abs().max().clamp(min=1e-3)).item()
+        name: ((ours - expected).abs().max() / expected.abs().max().clamp(min=0.1)).item()
         for name, ours, expected in zip(names, assembled(shards, case), reference(case))
     }
 

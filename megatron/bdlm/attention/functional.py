@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.bdlm.attention.kernels import choose
 from megatron.bdlm.attention.kernels.base import AttentionKernel, KernelCase
+from megatron.bdlm.attention.leaves import with_leaves
 from megatron.bdlm.attention.tiles import (
     FinishedRows,
     Partial,
@@ -34,7 +35,7 @@ from megatron.bdlm.parallel.plan import SequencePlan
 from megatron.bdlm.parallel.program import AttentionProgram, Piece
 from megatron.bdlm.parallel.transport_choice import open_exchange
 
-_tiles_of_piece: WeakKeyDictionary = WeakKeyDictionary()  # Piece -> {(g, device): tiles}; made once, not in every layer
+_tiles_of_piece: WeakKeyDictionary = WeakKeyDictionary()  # Piece -> {(g, device, masks): tiles}; made once, not in every layer
 
 
 def block_diffusion_attention(
@@ -115,10 +116,10 @@ class BlockDiffusionAttention(torch.autograd.Function):
 
         q_folded, keys, values = fold(q, key_heads), _heads_joined(k), _heads_joined(v)  # [s, g, h, d], [s, h, d]
         seen = Partial.empty(q_folded, v.shape[3])
-        attend(seen, q_folded, keys, values, _tiles(call.program.local, q_folded), call.kernel, call.scale)
+        attend(seen, q_folded, keys, values, _tiles(call.program.local, q_folded, call.kernel), call.kernel, call.scale)
         for arrival in exchange.arrivals():
             keys, values = arrival.rows.split((head_size, v.shape[3]), dim=-1)
-            attend(seen, q_folded, keys, values, _tiles(arrival.piece, q_folded), call.kernel, call.scale)
+            attend(seen, q_folded, keys, values, _tiles(arrival.piece, q_folded, call.kernel), call.kernel, call.scale)
 
         if call.padding:
             seen.out[-call.padding :] = _heads_joined(v)[-call.padding :, None]
@@ -140,12 +141,12 @@ class BlockDiffusionAttention(torch.autograd.Function):
         rows = FinishedRows(fold(dout, key_heads), fold(q, key_heads), fold(out, key_heads), lse)
         keys, values = _heads_joined(k), _heads_joined(v)
         dq, dk, dv = (torch.zeros(x.shape, dtype=call.wire.sum_dtype, device=x.device) for x in (rows.q, keys, values))
-        local = _tiles(call.program.local, rows.q)
+        local = _tiles(call.program.local, rows.q, call.kernel)
         attend_backward(rows, keys, values, local, call.kernel, call.scale, (dq, dk, dv))
         for arrival in exchange.arrivals():
             keys, values = arrival.rows.split((head_size, v.shape[3]), dim=-1)
             d_keys, d_values = arrival.gradient.split((head_size, v.shape[3]), dim=-1)
-            tiles = _tiles(arrival.piece, rows.q)
+            tiles = _tiles(arrival.piece, rows.q, call.kernel)
             attend_backward(rows, keys, values, tiles, call.kernel, call.scale, (dq, d_keys, d_values))
 
         if call.padding:
@@ -157,12 +158,14 @@ class BlockDiffusionAttention(torch.autograd.Function):
 # ---- small steps --------------------------------------------------------------------------------
 
 
-def _tiles(piece: Piece, q_folded: torch.Tensor) -> tuple[Tile, ...]:
-    """The piece's rectangles as tiles, for this group size and device."""
+def _tiles(piece: Piece, q_folded: torch.Tensor, kernel: AttentionKernel) -> tuple[Tile, ...]:
+    """The piece's rectangles as tiles, for this group size, device and kind of kernel."""
     known = _tiles_of_piece.setdefault(piece, {})
-    key = (q_folded.shape[1], q_folded.device)
+    g, device = q_folded.shape[1], q_folded.device
+    key = (g, device, kernel.takes_mask)
     if key not in known:
-        known[key] = tiles_of(piece.batches, *key)
+        tiles = tiles_of(piece.batches, g, device)
+        known[key] = with_leaves(tiles, g, device) if kernel.takes_mask else tiles
     return known[key]
 
 

@@ -95,6 +95,7 @@ class Tile:
     queries: Spaced | Scattered  # of folded rows (token * g + member) for a full tile, of tokens for a diagonal one
     keys: Spaced | Scattered
     kind: str  # "full" | "causal" | "anticausal"
+    mask: torch.Tensor | None = None  # additive [rows, keys], the same for every rectangle (`leaves`)
 
 
 # ---- rectangles to tiles ------------------------------------------------------------------------
@@ -228,7 +229,7 @@ def attend(
         causal, queries = tile.kind != "full", tile.queries
         for q_rows, out_rows, lse_rows in _lanes(tile, q, seen.out, lse):
             part = kernel.forward(
-                *_flip(tile, queries.read(q_rows), tile.keys.read(k), tile.keys.read(v)), scale, causal
+                *_flip(tile, queries.read(q_rows), tile.keys.read(k), tile.keys.read(v)), scale, causal, tile.mask
             )
             part_out, part_lse = _flip(tile, *part)
             out_view, lse_view = queries.read(out_rows), queries.read(lse_rows)
@@ -274,7 +275,7 @@ def attend_backward(
         for dout, q, out, lse_rows, dq_rows in _lanes(tile, rows.dout, rows.q, rows.out, lse, dq):
             dout, q, out, lse_view = _flip(tile, *(queries.read(x) for x in (dout, q, out, lse_rows)))
             keys, values = _flip(tile, tile.keys.read(k), tile.keys.read(v))
-            parts = kernel.backward(dout, q, keys, values, out, lse_view.squeeze(-1), scale, causal)
+            parts = kernel.backward(dout, q, keys, values, out, lse_view.squeeze(-1), scale, causal, tile.mask)
             part_dq, part_dk, part_dv = _flip(tile, *parts)
             queries.add(dq_rows, part_dq)
             tile.keys.add(dk, part_dk)

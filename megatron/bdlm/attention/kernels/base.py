@@ -4,8 +4,8 @@
     r rows (queries)               c keys                d, dv head sizes of q/k and of v
 
 A kernel sees only dense `[n, h, r, d]` x `[n, h, c, d]` batches, or causal squares (r == c,
-row i sees keys 0..i). It never sees a mask, never an empty batch, and takes any strides as
-long as the last dimension is contiguous. Backward takes the *final* out and lse of a row, which
+row i sees keys 0..i), never an empty batch, and takes any strides as long as the last dimension is
+contiguous. A kernel with `takes_mask` is also given small tiles under one additive mask `[r, c]`. Backward takes the *final* out and lse of a row, which
 cover keys of other rectangles too: p = exp(scale * q.k - lse) is then this rectangle's share of the
 row's probabilities, so the shares of all rectangles add up to the exact gradient.
 """
@@ -47,6 +47,7 @@ class AttentionKernel(ABC):
 
     name: str
     note: str  # why `auto` takes it where it can, in a few words
+    takes_mask: bool = False
 
     @abstractmethod
     def refusal(self, case: KernelCase) -> str | None:
@@ -54,7 +55,13 @@ class AttentionKernel(ABC):
 
     @abstractmethod
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        causal: bool,
+        mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return out [n, h, r, dv] in q's type and the natural log-sum-exp [n, h, r] (float32, or float64 for it)."""
 
@@ -69,6 +76,7 @@ class AttentionKernel(ABC):
         lse: torch.Tensor,
         scale: float,
         causal: bool,
+        mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return dq, dk, dv of this rectangle; `out` and `lse` are the row's final ones."""
 

@@ -39,13 +39,13 @@ class FlashAttention2Kernel(AttentionKernel):
             return "serves head sizes that are multiples of 8"
         return refuse_unless_half_on_gpu(case, 256)
 
-    def forward(self, q, k, v, scale, causal):
+    def forward(self, q, k, v, scale, causal, mask=None):
         size, dv = max(q.shape[-1], v.shape[-1]), v.shape[-1]
         q, k, v = (rows_first(pad_head(x, size)) for x in (q, k, v))
         out, lse, _, _ = load(VERSION_2)._flash_attn_forward(q, k, v, 0.0, scale, causal, -1, -1, 0.0, None, False)
         return out.transpose(1, 2)[..., :dv], lse
 
-    def backward(self, dout, q, k, v, out, lse, scale, causal):
+    def backward(self, dout, q, k, v, out, lse, scale, causal, mask=None):
         size, d, dv = max(q.shape[-1], v.shape[-1]), q.shape[-1], v.shape[-1]
         dout, q, k, v, out = (rows_first(pad_head(x, size)) for x in (dout, q, k, v, out))
         dq, dk, dvalue = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -69,12 +69,12 @@ class FlashAttention3Kernel(AttentionKernel):
             return "serves one head size for q, k and v, a multiple of 8"
         return refuse_unless_half_on_gpu(case, 256)
 
-    def forward(self, q, k, v, scale, causal):
+    def forward(self, q, k, v, scale, causal, mask=None):
         q, k, v = (rows_first(x) for x in (q, k, v))
         out, lse, _, _ = load(VERSION_3)._flash_attn_forward(q, k, v, softmax_scale=scale, causal=causal)
         return out.transpose(1, 2), lse
 
-    def backward(self, dout, q, k, v, out, lse, scale, causal):
+    def backward(self, dout, q, k, v, out, lse, scale, causal, mask=None):
         dout, q, k, v, out = (rows_first(x) for x in (dout, q, k, v, out))
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         load(VERSION_3)._flash_attn_backward(

@@ -27,10 +27,10 @@ class FlexKernel(AttentionKernel):
             return "has no backward on a CPU"
         return None
 
-    def forward(self, q, k, v, scale, causal):
+    def forward(self, q, k, v, scale, causal, mask=None):
         return _compiled()(q, k, v, block_mask=_mask(q, k, causal), scale=scale, return_lse=True)
 
-    def backward(self, dout, q, k, v, out, lse, scale, causal):
+    def backward(self, dout, q, k, v, out, lse, scale, causal, mask=None):
         inputs = tuple(x.detach().requires_grad_() for x in (q, k, v))
         with torch.enable_grad():
             own_out, own_lse = self.forward(*inputs, scale, causal)

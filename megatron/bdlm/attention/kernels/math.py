@@ -15,26 +15,27 @@ SCORES_AT_A_TIME = 1 << 24  # 64 MiB in float32
 class MathKernel(AttentionKernel):
     name = "math"
     note = "plain matrix products: slow, serves everything"
+    takes_mask = True
 
     def refusal(self, case: KernelCase) -> str | None:
         return None
 
-    def forward(self, q, k, v, scale, causal):
+    def forward(self, q, k, v, scale, causal, mask=None):
         out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=_accumulation_dtype(q), device=q.device)
         for rows in _chunks(q, k):
-            scores = _scores(q, k, rows, scale, causal)  # [n, h, rows, c]
+            scores = _scores(q, k, rows, scale, causal, mask)  # [n, h, rows, c]
             lse[:, :, rows] = torch.logsumexp(scores, -1)
             p = torch.exp(scores - lse[:, :, rows, None])
             out[:, :, rows] = (p @ v.to(p.dtype)).to(out.dtype)
         return out, lse
 
-    def backward(self, dout, q, k, v, out, lse, scale, causal):
+    def backward(self, dout, q, k, v, out, lse, scale, causal, mask=None):
         dtype = _accumulation_dtype(q)
         dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
         for rows in _chunks(q, k):
             d = dout[:, :, rows].to(dtype)
-            p = torch.exp(_scores(q, k, rows, scale, causal) - lse[:, :, rows, None])
+            p = torch.exp(_scores(q, k, rows, scale, causal, mask) - lse[:, :, rows, None])
             delta = (d * out[:, :, rows].to(dtype)).sum(-1, keepdim=True)
             ds = p * (d @ v.to(dtype).transpose(-1, -2) - delta) * scale
             dv += p.transpose(-1, -2) @ d
@@ -54,10 +55,14 @@ def _chunks(q: torch.Tensor, k: torch.Tensor) -> list[slice]:
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, rows: slice, scale: float, causal: bool) -> torch.Tensor:
-    """scale * q k^T of some rows, [n, h, rows, c]; above the diagonal -inf when causal."""
+def _scores(
+    q: torch.Tensor, k: torch.Tensor, rows: slice, scale: float, causal: bool, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """scale * q k^T of some rows, [n, h, rows, c], plus the mask; above the diagonal -inf when causal."""
     dtype = _accumulation_dtype(q)
     scores = (q[:, :, rows].to(dtype) @ k.to(dtype).transpose(-1, -2)) * scale
+    if mask is not None:
+        scores += mask[rows].to(dtype)
     if causal:
         row = torch.arange(rows.start, rows.stop, device=q.device)
         key = torch.arange(k.shape[2], device=q.device)

@@ -17,6 +17,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 class TorchCpuKernel(AttentionKernel):
     name = "torch"
     note = "torch's fused operator, the fastest one on a CPU"
+    takes_mask = True
 
     def refusal(self, case: KernelCase) -> str | None:
         if case.device != "cpu":
@@ -25,15 +26,21 @@ class TorchCpuKernel(AttentionKernel):
             return f"has no {case.dtype} version"
         return None
 
-    def forward(self, q, k, v, scale, causal):
+    def forward(self, q, k, v, scale, causal, mask=None):
         size = max(q.shape[-1], v.shape[-1])
         dv = v.shape[-1]
-        out, lse = _FORWARD(pad_head(q, size), pad_head(k, size), pad_head(v, size), 0.0, causal, scale=scale)
+        q, k, v = (pad_head(x, size) for x in (q, k, v))
+        out, lse = _FORWARD(q, k, v, 0.0, causal, attn_mask=_shaped(mask, q), scale=scale)
         return out[..., :dv], lse
 
-    def backward(self, dout, q, k, v, out, lse, scale, causal):
+    def backward(self, dout, q, k, v, out, lse, scale, causal, mask=None):
         d, dv = q.shape[-1], v.shape[-1]
         size = max(d, dv)
         dout, q, k, v, out = (pad_head(x, size) for x in (dout, q, k, v, out))
-        dq, dk, dvalue = _BACKWARD(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+        dq, dk, dvalue = _BACKWARD(dout, q, k, v, out, lse, 0.0, causal, attn_mask=_shaped(mask, q), scale=scale)
         return dq[..., :d], dk[..., :d], dvalue[..., :dv]
+
+
+def _shaped(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+    """[r, c] in q's type, to be broadcast over the batch and the heads."""
+    return None if mask is None else mask.to(q.dtype)[None, None]

@@ -35,14 +35,14 @@ class TorchFlashKernel(AttentionKernel):
             return f"needs compute capability 8.0, this GPU has {case.capability[0]}.{case.capability[1]}"
         return refuse_unless_half_on_gpu(case, 256)
 
-    def forward(self, q, k, v, scale, causal):
+    def forward(self, q, k, v, scale, causal, mask=None):
         size, dv = _head_multiple_of_8(q, v), v.shape[-1]
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention.default(
             pad_head(q, size), pad_head(k, size), pad_head(v, size), 0.0, causal, False, scale=scale
         )
         return out[..., :dv], lse
 
-    def backward(self, dout, q, k, v, out, lse, scale, causal):
+    def backward(self, dout, q, k, v, out, lse, scale, causal, mask=None):
         size, d, dv = _head_multiple_of_8(q, v), q.shape[-1], v.shape[-1]
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # read only with dropout
         dout, q, k, v, out = (pad_head(x, size) for x in (dout, q, k, v, out))
@@ -65,13 +65,13 @@ class TorchCudnnKernel(AttentionKernel):
             return "serves head sizes that are multiples of 8"
         return refuse_unless_half_on_gpu(case, 128)
 
-    def forward(self, q, k, v, scale, causal):
+    def forward(self, q, k, v, scale, causal, mask=None):
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
             q, k, v, None, True, 0.0, causal, False, scale=scale
         )
         return out, lse.reshape(q.shape[:3])
 
-    def backward(self, dout, q, k, v, out, lse, scale, causal):
+    def backward(self, dout, q, k, v, out, lse, scale, causal, mask=None):
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # read only with dropout
         statistics = lse.contiguous().unsqueeze(-1)  # [n, h, r, 1]
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(

@@ -43,7 +43,7 @@ class TransformerEngineKernel(AttentionKernel):
             return "serves head sizes that are multiples of 8"
         return refuse_unless_half_on_gpu(case, 128)
 
-    def forward(self, q, k, v, scale, causal):
+    def forward(self, q, k, v, scale, causal, mask=None):
         library = load()
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))  # [n, r, h, d]
         arguments = common_arguments(library, q, k, v, scale, causal)
@@ -52,7 +52,7 @@ class TransformerEngineKernel(AttentionKernel):
         )
         return out.transpose(1, 2), statistics[0].squeeze(-1)
 
-    def backward(self, dout, q, k, v, out, lse, scale, causal):
+    def backward(self, dout, q, k, v, out, lse, scale, causal, mask=None):
         library = load()
         dout, q, k, v, out = (x.transpose(1, 2).contiguous() for x in (dout, q, k, v, out))
         seed = torch.zeros(2, dtype=torch.int64, device=q.device)  # read only with dropout
