@@ -129,9 +129,8 @@ def _batches_of_one_shape(group: LabelledRectangles) -> list[RectangleBatch]:
         keys = np.concatenate([key for _, key in entries])
         shape = int(parts.queries[0]), int(parts.keys[0])
         for chosen in _spread(keys, shape[1]):
-            batches.append(RectangleBatch(
-                *shape, queries[:, chosen].reshape(-1), np.tile(keys[chosen], copies), KINDS[int(parts.kind[0])], copies,
-            ))
+            query_starts, key_starts = queries[:, chosen].reshape(-1), np.tile(keys[chosen], copies)
+            batches.append(RectangleBatch(*shape, query_starts, key_starts, KINDS[int(parts.kind[0])], copies))
     return batches
 
 

@@ -82,7 +82,9 @@ def build_blocks(
     origins = _origins(lengths, block_origin)
     restarts = np.unique(np.asarray([] if block_restarts is None else block_restarts, np.int64))
     if len(restarts) and not (0 <= restarts[0] and restarts[-1] < seq_length):
-        raise PlanError(f"block_restarts {restarts.tolist()}: tokens of the sample, 0 <= restart < --seq-length {seq_length}")
+        raise PlanError(
+            f"block_restarts {restarts.tolist()}: tokens of the sample, 0 <= restart < --seq-length {seq_length}"
+        )
     real = lengths > 0
     anchors = np.unique(np.concatenate((firsts[real], (firsts + origins)[real & (origins < lengths)], restarts)))
     anchor_lengths = np.diff(np.concatenate((anchors, [seq_length])))
@@ -125,7 +127,9 @@ def _targets(count: int, target_blocks: Optional[Sequence[int]]) -> np.ndarray:
         return np.ones(count, bool)
     indices = np.asarray(target_blocks, np.int64).reshape(-1)
     if len(indices) and not (0 <= indices.min() and indices.max() < count):
-        raise PlanError(f"target_blocks: {int(indices.min())} to {int(indices.max())}: the sample has blocks 0 to {count - 1}")
+        raise PlanError(
+            f"target_blocks {int(indices.min())} to {int(indices.max())}: the sample has blocks 0 to {count - 1}"
+        )
     if len(np.unique(indices)) != len(indices):
         raise PlanError("target_blocks: a block is named twice; name each target once")
     is_target = np.zeros(count, bool)

@@ -77,8 +77,8 @@ class LayoutSpec:
         needed = {"csbp": size, "bp": size, "cp": 1}.get(self.strategy, slots)
         if slots != needed:
             raise PlanError(
-                f"--bdlm-strategy {self.strategy} with --block-parallel-size {slots}: at --context-parallel-size {size} "
-                f"it needs --block-parallel-size {needed}"
+                f"--bdlm-strategy {self.strategy} with --block-parallel-size {slots}: "
+                f"at --context-parallel-size {size} it needs --block-parallel-size {needed}"
             )
 
 

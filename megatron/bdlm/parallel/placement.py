@@ -153,7 +153,7 @@ def _search(areas: np.ndarray, rows: np.ndarray, ranks: int, limit: float, least
 def _stir(
     areas: np.ndarray, rows: np.ndarray, owner: np.ndarray, ranks: int, limit: float, enough: float
 ) -> np.ndarray:
-    """Leave a local optimum: deal the items of the heaviest and two other ranks at random, exchange, keep what is no worse."""
+    """Leave a local optimum: deal out anew the items of the heaviest and two other ranks, exchange, keep no worse."""
     draw = np.random.default_rng(0)  # the same placement on every rank
     area_of = np.bincount(owner, areas, ranks)
     for _ in range(STIRS):

@@ -96,11 +96,12 @@ class SequencePlan:
             int(block_origin) if np.ndim(block_origin) == 0 else _frozen(block_origin),
             _frozen(block_restarts), _frozen(target_blocks),
         )
-        if not 0 <= rank < context_parallel_size:
-            raise PlanError(f"rank {rank}: 0 <= rank < --context-parallel-size {context_parallel_size}")
-        if row_multiple < 1:
-            raise PlanError(f"row_multiple {row_multiple}: at least 1")
         layout = build_layout(spec)
+        if not 0 <= rank < context_parallel_size:
+            size = context_parallel_size
+            raise PlanError(f"rank {rank}: 0 <= rank < --context-parallel-size {size}. A legal value: 0")
+        if row_multiple < 1:
+            raise PlanError(f"row_multiple {row_multiple}: rows are rounded up to it. A legal value: 1")
         return cls(layout, rank, row_multiple, **_row_tensors(layout, rank, row_multiple))
 
     # ---- what is held -----------------------------------------------------------------------
@@ -241,7 +242,8 @@ class SequencePlan:
 
     def _layer(self, window: Optional[int], queries: str) -> LayerView:
         if window is not None and window < 1:
-            raise PlanError(f"--window-size {window}: a clean row sees at least itself. A legal value: {self.seq_length}")
+            rule = "a clean row sees at least itself"
+            raise PlanError(f"--window-size {window}: {rule}. A legal value: {self.seq_length}")
         if queries not in ("all", "noisy"):
             raise PlanError(f"queries {queries}: known values are all, noisy. A legal value: all")
         # a window over the whole sample limits nothing

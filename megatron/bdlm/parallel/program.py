@@ -133,7 +133,8 @@ def _relations(layout: Layout, querier: int, source: int, layer: LayerView) -> I
         return
     clean_stream = ((spec.views, clean_row, clean_key),)
     if spec.clean_causal:
-        yield _Relation(relations.clean_token_causal(blocks, rows.clean, keys.clean, layer.window), EARLIER, clean_stream)
+        stairs = relations.clean_token_causal(blocks, rows.clean, keys.clean, layer.window)
+        yield _Relation(stairs, EARLIER, clean_stream)
         return
     if querier == source or spec.splits_blocks:
         yield _Relation(relations.clean_own(blocks, rows.clean, keys.clean, layer.window), OWN, clean_stream)

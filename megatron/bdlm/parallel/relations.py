@@ -33,7 +33,8 @@ def noisy_own(table: BlockTable, rows: Intervals, keys: Intervals, causal: bool)
     if not causal:
         return _standing(rows, starts, stops, low, keys.rank_of(table.stops[block]), block)
     moves = keys.holds(starts)
-    return Staircase(rows.rank_of(starts), stops - starts, low, keys.rank_of(starts), np.zeros_like(moves), moves, block)
+    high = keys.rank_of(starts)
+    return Staircase(rows.rank_of(starts), stops - starts, low, high, np.zeros_like(moves), moves, block)
 
 
 def noisy_earlier(table: BlockTable, rows: Intervals, keys: Intervals, window: Optional[int]) -> Staircase:
@@ -43,7 +44,8 @@ def noisy_earlier(table: BlockTable, rows: Intervals, keys: Intervals, window: O
     first = table.document_starts[block]
     if window is not None:
         first = np.maximum(first, table.starts[block] - (window - 1))
-    return _standing(rows, starts, stops, keys.rank_of(first), keys.rank_of(table.starts[block]), table.documents[block])
+    low, high = keys.rank_of(first), keys.rank_of(table.starts[block])
+    return _standing(rows, starts, stops, low, high, table.documents[block])
 
 
 def clean_earlier(table: BlockTable, rows: Intervals, keys: Intervals, window: Optional[int]) -> Staircase:

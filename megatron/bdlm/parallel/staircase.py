@@ -21,7 +21,7 @@ Without a window every `lo` is the document's start, so the first node is the on
 a window makes cores of at most its width by itself. All steps are vectorised over the nodes of a level.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -53,7 +53,7 @@ class Rectangles:
 
     def shifted(self, query: int, key: int) -> "Rectangles":
         """The same parts with rows counted from `query` and keys from `key`."""
-        return Rectangles(self.query + query, self.queries, self.key + key, self.keys, self.kind, self.phase, self.level)
+        return replace(self, query=self.query + query, key=self.key + key)
 
     @staticmethod
     def join(parts: "list[Rectangles]") -> "Rectangles":
@@ -140,9 +140,9 @@ def _start_slopes_late(stairs: Staircase) -> Staircase:
         & (stairs.high_moves[1:] == stairs.high_moves[:-1])
     )
     longer = np.append(late[1:], False)
-    moved = Staircase(
-        stairs.query + late, stairs.rows - late + longer, stairs.low + late, stairs.high + (late & stairs.high_moves),
-        stairs.low_moves, stairs.high_moves, stairs.group,
+    moved = replace(
+        stairs, query=stairs.query + late, rows=stairs.rows - late + longer,
+        low=stairs.low + late, high=stairs.high + (late & stairs.high_moves),
     )
     return moved.take(moved.rows > 0)
 
@@ -160,21 +160,18 @@ def _cut_double_slopes(stairs: Staircase) -> Staircase:
     source = np.repeat(np.arange(stairs.count), pieces)
     offset = (np.arange(len(source)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * tile[source]
     cut = stairs.take(source)
-    return Staircase(
-        cut.query + offset,
-        np.minimum(tile[source], cut.rows - offset),
-        cut.low + np.where(cut.low_moves, offset, 0),
-        cut.high + np.where(cut.high_moves, offset, 0),
-        cut.low_moves, cut.high_moves, cut.group,
+    return replace(
+        cut, query=cut.query + offset, rows=np.minimum(tile[source], cut.rows - offset),
+        low=cut.low + np.where(cut.low_moves, offset, 0), high=cut.high + np.where(cut.high_moves, offset, 0),
     )
 
 
 def _single_rows_stand_still(stairs: Staircase) -> Staircase:
     """Over one row nothing moves."""
     single = stairs.rows == 1
-    return Staircase(
-        stairs.query, stairs.rows, stairs.low, stairs.high + (single & stairs.high_moves),
-        stairs.low_moves & ~single, stairs.high_moves & ~single, stairs.group,
+    return replace(
+        stairs, high=stairs.high + (single & stairs.high_moves),
+        low_moves=stairs.low_moves & ~single, high_moves=stairs.high_moves & ~single,
     )
 
 
@@ -233,9 +230,7 @@ def _join_equal(stairs: Staircase, longest_step: int) -> Staircase:
     flight = _steps_on(stairs, longest_step) & ~follows
     before_flight = np.append(flight[1:], False)
     first = np.flatnonzero(~follows | before_flight | (stairs.low_moves & stairs.high_moves))
-    joined = stairs.take(first)
-    rows = np.add.reduceat(stairs.rows, first)
-    return Staircase(joined.query, rows, joined.low, joined.high, joined.low_moves, joined.high_moves, joined.group)
+    return replace(stairs.take(first), rows=np.add.reduceat(stairs.rows, first))
 
 
 # ---- nodes ----------------------------------------------------------------------------------
@@ -312,7 +307,8 @@ def _stair(stairs: Staircase, nodes: tuple[np.ndarray, np.ndarray], phase: int) 
         middle = _middle(first, last)
         if phase == UPPER:
             parts.append(_rectangles(
-                stairs.query[middle], _row_stop(stairs, last), stairs.high[first], stairs.high[middle], FULL, phase, level
+                stairs.query[middle], _row_stop(stairs, last), stairs.high[first], stairs.high[middle],
+                FULL, phase, level,
             ))
         else:
             parts.append(_rectangles(

@@ -83,7 +83,7 @@ def sees(
         elif clean_attention == "token-causal":
             allowed = key.position <= query.position
         else:
-            raise ValueError(f"clean_attention {clean_attention!r}")
+            raise ValueError(f"clean_attention {clean_attention!r}: block-causal or token-causal")
         return allowed and (window is None or query.position - key.position < window)
     if key_view is not None:
         if key_view != query_view or key.block != query.block:
@@ -92,7 +92,7 @@ def sees(
             return True
         if noisy_attention == "causal":
             return key.position <= query.position
-        raise ValueError(f"noisy_attention {noisy_attention!r}")
+        raise ValueError(f"noisy_attention {noisy_attention!r}: bidirectional or causal")
     if key.block >= query.block:
         return False
     return window is None or key.position >= query.block_position - (window - 1)
@@ -179,7 +179,7 @@ def dense_block_diffusion_attention(
     )
     rows, _, heads, head_size = q.shape
     if rows != mask.shape[0]:
-        raise ValueError(f"q has {rows} rows; {views} view(s) and the clean stream of {seq_length} tokens have {mask.shape[0]}")
+        raise ValueError(f"q has {rows} rows; {views} view(s) and the clean stream have {mask.shape[0]}")
     key_heads = k.shape[2]
     scale = 1.0 / math.sqrt(head_size) if softmax_scale is None else softmax_scale
     exists = mask.any(dim=1)
