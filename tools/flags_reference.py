@@ -37,7 +37,7 @@ def flag_of(field: dataclasses.Field) -> str:
 def values_of(field: dataclasses.Field) -> str:
     """Legal values for the table."""
     if field.type is bool:
-        return "switch"
+        return "switch, `--no-...`" if field.metadata else "switch"
     kinds = [kind for kind in typing.get_args(field.type) if kind is not type(None)]
     if typing.get_origin(field.type) is typing.Literal:
         return ", ".join(f"`{value}`" for value in kinds)

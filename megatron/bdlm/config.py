@@ -15,6 +15,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, Optional
 
 
+SWITCH = {"argparse_meta": {"action": argparse.BooleanOptionalAction}}
+"""A switch that recipes set: --no-... turns it off again."""
+
+
 class BDLMConfigError(ValueError):
     """An option or a combination of options that cannot run; the message names flag, value, rule and a legal value."""
 
@@ -52,7 +56,7 @@ class BDLMConfig:
     bdlm_mask_token_id: Optional[int] = None
     """Id of the mask token; default: the tokenizer's mask token, else a new row behind its vocabulary."""
 
-    bdlm_keep_mask_logit: bool = False
+    bdlm_keep_mask_logit: bool = field(default=False, metadata=SWITCH)
     """Leave the mask token's logit in the softmax (by default it is excluded: the mask can never be predicted)."""
 
     # ---- noise -----------------------------------------------------------------------------
@@ -77,7 +81,7 @@ class BDLMConfig:
     bdlm_t_max: float = 1.0
     """Largest training noise level."""
 
-    bdlm_force_one_corrupted: bool = False
+    bdlm_force_one_corrupted: bool = field(default=False, metadata=SWITCH)
     """Corrupt at least one token in every block that has an eligible one."""
 
     bdlm_noise_seed: Optional[int] = None

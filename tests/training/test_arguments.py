@@ -115,6 +115,11 @@ def test_recipe_sets_values_and_a_flag_wins(monkeypatch):
     assert args.bdlm_label_shift == "next"
 
 
+def test_a_switch_of_a_recipe_can_be_turned_off(monkeypatch):
+    assert _parsed(monkeypatch, "--bdlm-recipe", "fast-dllm-v2").bdlm_keep_mask_logit
+    assert not _parsed(monkeypatch, "--bdlm-recipe", "fast-dllm-v2", "--no-bdlm-keep-mask-logit").bdlm_keep_mask_logit
+
+
 def test_engine_defaults(monkeypatch):
     args = _parsed(monkeypatch)
     assert args.calculate_per_token_loss and args.attention_dropout == 0.0

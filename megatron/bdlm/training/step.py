@@ -61,9 +61,13 @@ def training_config(config: BDLMConfig, iteration: int) -> BDLMConfig:
 
 
 def validation_config(config: BDLMConfig) -> BDLMConfig:
-    """The objective of every validation: the NELBO of one view, with fixed noise over the whole range of t."""
+    """The objective of every validation: one view with fixed noise over the whole range of t, the NELBO where it exists.
+
+    Uniform corruption has no such bound: its validation is the cross entropy of all supervised tokens.
+    """
+    weight = "nelbo" if config.bdlm_corruption == "absorbing" else "unit"
     return dataclasses.replace(
-        config, bdlm_views=1, bdlm_loss_weight="nelbo", bdlm_loss_denominator="supervised", bdlm_t_min=VALIDATION_T_RANGE[0],
+        config, bdlm_views=1, bdlm_loss_weight=weight, bdlm_loss_denominator="supervised", bdlm_t_min=VALIDATION_T_RANGE[0],
         bdlm_t_max=VALIDATION_T_RANGE[1], bdlm_force_one_corrupted=False, bdlm_clean_loss_weight=0.0, bdlm_diffusion_loss_weight=1.0,
     )
 
