@@ -9,11 +9,11 @@ Terms: block size S, noise level t, corruption probability p(t), clean stream x0
 streams xt_1..xt_V ("views").
 """
 
+import argparse
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Optional
-
 
 SWITCH = {"argparse_meta": {"action": argparse.BooleanOptionalAction}}
 """A switch that recipes set: --no-... turns it off again."""
