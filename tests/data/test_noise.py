@@ -352,7 +352,7 @@ def test_unordered_block_starts_are_refused():
 
 
 def test_restart_outside_the_sample_is_refused():
-    with pytest.raises(ValueError, match=r"each must lie in \[0, 10\)"):
+    with pytest.raises(ValueError, match="0 <= restart < --seq-length 10"):
         block_starts_of(10, 4, restarts=[10])
 
 

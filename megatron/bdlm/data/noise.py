@@ -26,6 +26,7 @@ import numpy as np
 
 from megatron.bdlm.config import BDLMConfig
 from megatron.bdlm.data.schedules import NoiseSchedule
+from megatron.bdlm.parallel.blocks import build_blocks
 
 VALIDATION_T_RANGE = (1e-3, 1.0)
 """Noise levels of every validation: on a clipped range exp(NELBO) would bound nothing."""
@@ -142,18 +143,9 @@ def block_starts_of(
     Returns:
         [B] int64, ascending.
     """
-    segments = document_starts(length, documents)
-    if len(restarts):
-        extra = np.asarray(restarts, dtype=np.int64)
-        if extra.min() < 0 or extra.max() >= length:
-            raise ValueError(f"block restarts {list(restarts)}: each must lie in [0, {length})")
-        segments = np.union1d(segments, extra)
-    if len(segments) <= 1:
+    if length == 0 or (documents is None and not len(restarts)):
         return np.arange(0, length, block_size, dtype=np.int64)
-    sizes = np.diff(segments, append=length)
-    counts = -(-sizes // block_size)
-    first = np.repeat(np.cumsum(counts) - counts, counts)  # index of the segment's first block
-    return np.repeat(segments, counts) + (np.arange(counts.sum()) - first) * block_size
+    return build_blocks(length, block_size, documents, block_restarts=restarts).starts
 
 
 def document_starts(length: int, documents: Optional[Sequence[int]]) -> np.ndarray:
