@@ -1,7 +1,8 @@
 """Cases of block diffusion attention, run sharded and compared with the dense float64 oracle.
 
-A case is small and picklable. Every rank draws the same global inputs from the case's seed, computes its rows, and returns
-output and gradients; the parent puts them together (gradients of rows that several ranks hold are partial: it sums).
+A case is small and picklable. Every rank draws the same global inputs from the case's seed, computes its rows, and
+returns output and gradients; the parent puts them together (gradients of rows that several ranks hold are partial: it
+sums).
 """
 
 import random
@@ -17,8 +18,15 @@ from megatron.bdlm.parallel.plan import SequencePlan
 from megatron.bdlm.testing.oracle import dense_block_diffusion_attention
 
 ORACLE_ARGUMENTS = (
-    "seq_length", "block_size", "views", "documents", "clean_attention", "noisy_attention", "block_origin",
-    "block_restarts", "target_blocks",
+    "seq_length",
+    "block_size",
+    "views",
+    "documents",
+    "clean_attention",
+    "noisy_attention",
+    "block_origin",
+    "block_restarts",
+    "target_blocks",
 )
 
 
@@ -41,7 +49,9 @@ class Case:
     seed: int = 0
 
     def __str__(self) -> str:
-        changed = {name: value for name, value in vars(self).items() if value != Case.__dataclass_fields__[name].default}
+        changed = {
+            name: value for name, value in vars(self).items() if value != Case.__dataclass_fields__[name].default
+        }
         return ", ".join(f"{name}={value}" for name, value in changed.items())
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
@@ -74,8 +84,17 @@ def run_case(case: Case, size: int, rank: int) -> Shard:
     q, k, v = ((strided(x) if case.strided else x).requires_grad_() for x in (q, k, v))
     traffic()
     out = block_diffusion_attention(
-        q, k, v, plan, transport=case.transport, kernel=case.kernel, softmax_scale=case.scale, window=case.window,
-        queries=case.queries, grad_dtype=case.grad_dtype, ranks_per_node=case.ranks_per_node,
+        q,
+        k,
+        v,
+        plan,
+        transport=case.transport,
+        kernel=case.kernel,
+        softmax_scale=case.scale,
+        window=case.window,
+        queries=case.queries,
+        grad_dtype=case.grad_dtype,
+        ranks_per_node=case.ranks_per_node,
     )
     gradients = torch.autograd.grad(out, (q, k, v), strided(dout) if case.strided else dout)
     return Shard(plan.rows, out.detach(), gradients, traffic())
@@ -131,7 +150,7 @@ def assembled(shards: list[Shard], case: Case) -> tuple[torch.Tensor, ...]:
 
 
 def errors(shards: list[Shard], case: Case) -> dict[str, float]:
-    """Largest error of output and gradients, relative to the largest entry of the reference (inputs are of order one)."""
+    """Largest error of output and gradients, relative to the largest entry of the reference (of order one)."""
     names = ("out", "dq", "dk", "dv")
     return {
         name: ((ours - expected).abs().max() / expected.abs().max().clamp(min=0.1)).item()
@@ -148,13 +167,27 @@ SHAPES: tuple[dict[str, Any], ...] = (
     dict(plan=dict(seq_length=30, block_size=4, views=2), heads=(4, 1, 8, 5)),
     dict(plan=dict(seq_length=33, block_size=4, documents=[7, 0, 9, 1, 16]), strided=True),
     dict(plan=dict(seq_length=32, block_size=4, clean_attention="token-causal")),
-    dict(plan=dict(seq_length=29, block_size=4, clean_attention="token-causal", documents=[13, 16], views=2), heads=(6, 3, 4, 6)),
-    dict(plan=dict(seq_length=32, block_size=4, noisy_attention="causal", clean_attention="token-causal"), heads=(4, 2, 8, 8)),
+    dict(
+        plan=dict(seq_length=29, block_size=4, clean_attention="token-causal", documents=[13, 16], views=2),
+        heads=(6, 3, 4, 6),
+    ),
+    dict(
+        plan=dict(seq_length=32, block_size=4, noisy_attention="causal", clean_attention="token-causal"),
+        heads=(4, 2, 8, 8),
+    ),
     dict(plan=dict(seq_length=32, block_size=4), window=6),
-    dict(plan=dict(seq_length=35, block_size=3, clean_attention="token-causal", documents=[20, 15]), window=5, heads=(4, 2, 8, 8)),
+    dict(
+        plan=dict(seq_length=35, block_size=3, clean_attention="token-causal", documents=[20, 15]),
+        window=5,
+        heads=(4, 2, 8, 8),
+    ),
     dict(plan=dict(seq_length=28, block_size=4, views=2), queries="noisy", scale=0.7),
-    dict(plan=dict(seq_length=34, block_size=4, block_origin=[5, 3], documents=[19, 15], target_blocks=[2, 3, 5, 7, 8])),
-    dict(plan=dict(seq_length=36, block_size=4, block_restarts=[7, 22], row_multiple=4), batch=2, strided=True, scale=1.0),
+    dict(
+        plan=dict(seq_length=34, block_size=4, block_origin=[5, 3], documents=[19, 15], target_blocks=[2, 3, 5, 7, 8])
+    ),
+    dict(
+        plan=dict(seq_length=36, block_size=4, block_restarts=[7, 22], row_multiple=4), batch=2, strided=True, scale=1.0
+    ),
     dict(plan=dict(seq_length=160, block_size=32), heads=(2, 1, 8, 8)),
 )
 FEW_BLOCKS: tuple[dict[str, Any], ...] = (  # fewer blocks than ranks: only cp and hybrid serve them
@@ -167,7 +200,9 @@ def strategies(size: int) -> list[dict[str, Any]]:
     """Strategy and K of every way to share a sample over `size` ranks."""
     divisors = [k for k in range(1, size + 1) if size % k == 0]
     return [
-        dict(strategy="csbp"), dict(strategy="cp"), dict(strategy="bp"),
+        dict(strategy="csbp"),
+        dict(strategy="cp"),
+        dict(strategy="bp"),
         *(dict(strategy="hybrid", block_parallel_size=k) for k in divisors),
     ]
 
@@ -175,9 +210,13 @@ def strategies(size: int) -> list[dict[str, Any]]:
 def grid(size: int) -> list[Case]:
     """Every shape with every strategy, transports in turn; every strategy with every transport on the first shapes."""
     transports = [
-        dict(transport="direct"), dict(transport="ring"), dict(transport="allgather"),
-        dict(transport="hierarchical", ranks_per_node=max(1, size // 2)), dict(transport="auto"),
-        dict(transport="hierarchical", ranks_per_node=1), dict(transport="hierarchical", ranks_per_node=size),
+        dict(transport="direct"),
+        dict(transport="ring"),
+        dict(transport="allgather"),
+        dict(transport="hierarchical", ranks_per_node=max(1, size // 2)),
+        dict(transport="auto"),
+        dict(transport="hierarchical", ranks_per_node=1),
+        dict(transport="hierarchical", ranks_per_node=size),
     ]
     turn = random.Random(size)
     cases = []

@@ -1,6 +1,7 @@
 """Block diffusion attention against the dense float64 oracle on 1, 2 and 4 processes, output and every gradient.
 
-The mask comes from the oracle's plain loops, so agreement here covers plan, rectangles, tiles, exchange and glue at once.
+The mask comes from the oracle's plain loops, so agreement here covers plan, rectangles, tiles, exchange and glue at
+once.
 """
 
 import pytest
@@ -43,15 +44,21 @@ def random_cases(draw):
     """Any sample on one process: documents, blocks, views, masks, windows, heads."""
     lengths = draw(st.lists(st.integers(0, 17), min_size=1, max_size=4).filter(sum))
     plan = dict(
-        seq_length=sum(lengths), documents=lengths, block_size=draw(st.integers(1, 9)), views=draw(st.sampled_from((1, 2))),
+        seq_length=sum(lengths),
+        documents=lengths,
+        block_size=draw(st.integers(1, 9)),
+        views=draw(st.sampled_from((1, 2))),
         clean_attention=draw(st.sampled_from(("block-causal", "token-causal"))),
         noisy_attention=draw(st.sampled_from(("bidirectional", "causal"))),
         block_origin=draw(st.integers(0, 6)),
     )
     nk, g = draw(st.sampled_from((1, 2))), draw(st.sampled_from((1, 3)))
     return Case(
-        plan, window=draw(st.none() | st.integers(1, 20)), queries=draw(st.sampled_from(("all", "noisy"))),
-        heads=(nk * g, nk, 8, draw(st.sampled_from((8, 4)))), seed=draw(st.integers(0, 9)),
+        plan,
+        window=draw(st.none() | st.integers(1, 20)),
+        queries=draw(st.sampled_from(("all", "noisy"))),
+        heads=(nk * g, nk, 8, draw(st.sampled_from((8, 4)))),
+        seed=draw(st.integers(0, 9)),
         kernel=draw(st.sampled_from(("torch", "math"))),
     )
 
@@ -112,17 +119,25 @@ def test_calling_twice_and_double_use_of_an_output():
     ],
 )
 def test_refusals(changes, error, message):
-    options = dict(rows=48, key_heads=2, key_size=8, key_batch=1, key_dtype=torch.float32, transport="direct", kernel="auto")
+    options = dict(
+        rows=48, key_heads=2, key_size=8, key_batch=1, key_dtype=torch.float32, transport="direct", kernel="auto"
+    )
     options.update(changes)
     plan = SequencePlan.build(24, 4)
     q = torch.zeros(options["rows"], 1, 2, 8)
-    k = torch.zeros(options["rows"], options["key_batch"], options["key_heads"], options["key_size"], dtype=options["key_dtype"])
+    k = torch.zeros(
+        options["rows"], options["key_batch"], options["key_heads"], options["key_size"], dtype=options["key_dtype"]
+    )
     with pytest.raises(error, match=message):
-        block_diffusion_attention(q, k, torch.zeros_like(q), plan, transport=options["transport"], kernel=options["kernel"])
+        block_diffusion_attention(
+            q, k, torch.zeros_like(q), plan, transport=options["transport"], kernel=options["kernel"]
+        )
 
 
 def test_a_plan_over_several_ranks_needs_their_group():
     plan = SequencePlan.build(24, 4, context_parallel_size=2)
     x = torch.zeros(plan.s_local, 1, 2, 8)
-    with pytest.raises(ExchangeError, match="--context-parallel-size 2: the process group given to attention has 1 ranks"):
+    with pytest.raises(
+        ExchangeError, match="--context-parallel-size 2: the process group given to attention has 1 ranks"
+    ):
         block_diffusion_attention(x, x, x, plan)

@@ -55,15 +55,21 @@ def measure_on_rank(lengths, ways) -> dict:
     found = {}
     for way in ways:
         for length in lengths:
-            plan = SequencePlan.build(length, 8, dist.get_world_size(), rank=dist.get_rank(), strategy=way.get("strategy", "csbp"))
+            plan = SequencePlan.build(
+                length, 8, dist.get_world_size(), rank=dist.get_rank(), strategy=way.get("strategy", "csbp")
+            )
             options = {name: value for name, value in way.items() if name != "strategy"}
-            block_diffusion_attention(*inputs(plan), plan, **options)  # plan and index tensors are made once, not counted
+            block_diffusion_attention(
+                *inputs(plan), plan, **options
+            )  # plan and index tensors are made once, not counted
             found[length, str(way)] = plan.s_local, saved_elements(plan, **options), peak_bytes(plan, **options)
     return found
 
 
 WAYS = (
-    dict(transport="direct"), dict(transport="ring"), dict(transport="ring", strategy="cp"),
+    dict(transport="direct"),
+    dict(transport="ring"),
+    dict(transport="ring", strategy="cp"),
     dict(transport="hierarchical", ranks_per_node=2),
 )
 
@@ -78,7 +84,9 @@ def test_memory_on_four_ranks():
                 # q, k, v, out and the log-sum-exp of the local rows: nothing of length L
                 assert sorted(saved) == sorted([rows * HEADS * SIZE] * 4 + [rows * HEADS])
             small, large = (per_rank[length, str(way)][2] for length in lengths)
-            assert 1.5 * small < large <= 2.1 * small, f"{way}: peak {small} bytes at {lengths[0]}, {large} at {lengths[1]}"
+            assert 1.5 * small < large <= 2.1 * small, (
+                f"{way}: peak {small} bytes at {lengths[0]}, {large} at {lengths[1]}"
+            )
 
 
 @pytest.mark.parametrize("block_size", [4, 32])

@@ -18,7 +18,9 @@ from megatron.bdlm.attention.kernels.torch_cuda import TorchCudnnKernel, TorchFl
 def inputs(rows, keys, d, dv, dtype=torch.float64):
     generator = torch.Generator().manual_seed(rows + keys)
     shapes = ((rows, d), (keys, d), (keys, dv), (rows, dv))
-    return (torch.randn(3, 2, length, size, generator=generator, dtype=torch.float64).to(dtype) for length, size in shapes)
+    return (
+        torch.randn(3, 2, length, size, generator=generator, dtype=torch.float64).to(dtype) for length, size in shapes
+    )
 
 
 def dense(q, k, v, scale, causal):
@@ -29,7 +31,7 @@ def dense(q, k, v, scale, causal):
 
 
 def combined(kernel, q, k, v, dout, scale, causal):
-    """Attention over k as two rectangles with a common log-sum-exp (one when causal), gradients with the final values."""
+    """Attention over k as two rectangles (one when causal) with a common log-sum-exp, gradients with final values."""
     cuts = [slice(0, k.shape[2])] if causal else [slice(0, 2), slice(2, k.shape[2])]
     parts = [kernel.forward(q, k[:, :, cut], v[:, :, cut], scale, causal) for cut in cuts]
     lse = torch.stack([lse for _, lse in parts]).logsumexp(0)
@@ -130,19 +132,23 @@ def signature_of(source: str) -> inspect.Signature:
 
 FA2 = {
     "_flash_attn_forward": signature_of(
-        "q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax"
+        "q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, "
+        "softcap, alibi_slopes, return_softmax"
     ),
     "_flash_attn_backward": signature_of(
-        "dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, window_size_right, "
+        "dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, "
+        "window_size_left, window_size_right, "
         "softcap, alibi_slopes, deterministic, rng_state=None"
     ),
 }
 FA3 = {
     "_flash_attn_forward": signature_of(
-        "q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None, cu_seqlens_k_new=None, "
+        "q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, "
+        "cu_seqlens_k=None, cu_seqlens_k_new=None, "
         "seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, page_table=None, kv_batch_idx=None, "
         "leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, q_descale=None, k_descale=None, "
-        "v_descale=None, softmax_scale=None, causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0, "
+        "v_descale=None, softmax_scale=None, causal=False, window_size_left=-1, "
+        "window_size_right=-1, attention_chunk=0, "
         "softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0"
     ),
     "_flash_attn_backward": signature_of(
@@ -153,21 +159,27 @@ FA3 = {
 }
 TE_NEW = {
     "fused_attn_fwd": signature_of(
-        "is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, fake_dtype, fused_attention_backend, "
+        "is_training, max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, "
+        "fake_dtype, fused_attention_backend, "
         "attn_bias=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, page_table_k=None, page_table_v=None, "
         "s_quantizer=None, o_quantizer=None, attn_scale=None, dropout=0.0, fast_zero_fill=True, qkv_layout='sbh3d', "
-        "o_format='sbhd', attn_bias_type='no_bias', attn_mask_type='padding', softmax_type='vanilla', window_size=(-1, -1)"
+        "o_format='sbhd', attn_bias_type='no_bias', attn_mask_type='padding', "
+        "softmax_type='vanilla', window_size=(-1, -1)"
     ),
     "fused_attn_bwd": signature_of(
         "max_seqlen_q, max_seqlen_kv, cu_seqlens_q, cu_seqlens_kv, q, k, v, o, d_o, fake_dtype, aux_ctx_tensors, "
-        "fused_attention_backend, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, s_quantizer=None, dp_quantizer=None, "
+        "fused_attention_backend, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, "
+        "s_quantizer=None, dp_quantizer=None, "
         "dqkv_quantizer=None, attn_scale=None, dropout=0.0, fast_zero_fill=True, qkv_layout='sbh3d', o_format='sbhd', "
-        "do_format='sbhd', dqkv_layout='sbh3d', attn_bias_type='no_bias', attn_mask_type='padding', softmax_type='vanilla', "
+        "do_format='sbhd', dqkv_layout='sbh3d', attn_bias_type='no_bias', "
+        "attn_mask_type='padding', softmax_type='vanilla', "
         "window_size=(-1, -1), deterministic=False"
     ),
 }
 TE_OLD = {  # before the formats of output and gradients were arguments
-    name: signature.replace(parameters=[p for p in signature.parameters.values() if p.name not in transformer_engine.FORMATS])
+    name: signature.replace(
+        parameters=[p for p in signature.parameters.values() if p.name not in transformer_engine.FORMATS]
+    )
     for name, signature in TE_NEW.items()
 }
 
@@ -193,7 +205,9 @@ def flash_answers(causal_name):
 
     return {
         "_flash_attn_forward": lambda a: (
-            *math_forward(a["q"], a["k"], a["v"], a["softmax_scale"], a["causal"]), torch.empty(0), torch.empty(0)
+            *math_forward(a["q"], a["k"], a["v"], a["softmax_scale"], a["causal"]),
+            torch.empty(0),
+            torch.empty(0),
         ),
         "_flash_attn_backward": backward,
     }
@@ -215,7 +229,13 @@ LIBRARIES = {
     "flash_attn 2": (flash_attn.FlashAttention2Kernel, flash_attn, FA2, flash_answers("causal"), (8, 6)),
     "flash_attn 3": (flash_attn.FlashAttention3Kernel, flash_attn, FA3, flash_answers("is_causal"), (8, 8)),
     "transformer_engine": (transformer_engine.TransformerEngineKernel, transformer_engine, TE_NEW, TE_ANSWERS, (8, 6)),
-    "transformer_engine, older": (transformer_engine.TransformerEngineKernel, transformer_engine, TE_OLD, TE_ANSWERS, (8, 8)),
+    "transformer_engine, older": (
+        transformer_engine.TransformerEngineKernel,
+        transformer_engine,
+        TE_OLD,
+        TE_ANSWERS,
+        (8, 8),
+    ),
 }
 
 
@@ -270,6 +290,7 @@ class SchemaOperator:
 
 def aten_answers(statistics):
     """Stand-ins for the two pairs of operators; `statistics` shapes the log-sum-exp."""
+
     def forward(a):
         out, lse = MathKernel().forward(a["query"], a["key"], a["value"], a["scale"], a["is_causal"])
         return (out, statistics(lse), *[None] * 7)
@@ -301,8 +322,11 @@ def test_torch_gpu_calls_fit_their_schemas(kernel, name, statistics, sizes, caus
     from megatron.bdlm.attention.kernels import torch_cuda
 
     fake_torch = types.SimpleNamespace(
-        ops=types.SimpleNamespace(aten=types.SimpleNamespace(**operators)), empty=torch.empty, zeros=torch.zeros,
-        uint64=torch.uint64, int64=torch.int64,
+        ops=types.SimpleNamespace(aten=types.SimpleNamespace(**operators)),
+        empty=torch.empty,
+        zeros=torch.zeros,
+        uint64=torch.uint64,
+        int64=torch.int64,
     )
     monkeypatch.setattr(torch_cuda, "torch", fake_torch)
     for found, reference in zip(combined(kernel, q, k, v, dout, 0.4, causal), expected):
@@ -370,7 +394,11 @@ def test_an_installed_flash_attention_3_comes_first_on_hopper(monkeypatch):
     ("name", "message"),
     [
         ("pigeon", "--bdlm-attention-kernel pigeon: no such kernel; legal values: auto, torch, flash_attn"),
-        ("transformer_engine", "--bdlm-attention-kernel transformer_engine: cannot serve cpu, float32.*legal values here: auto, torch, math"),
+        (
+            "transformer_engine",
+            "--bdlm-attention-kernel transformer_engine: "
+            "cannot serve cpu, float32.*legal values here: auto, torch, math",
+        ),
         ("flex", "--bdlm-attention-kernel flex: cannot serve cpu, float32, head size 64 .*no backward on a CPU"),
     ],
 )

@@ -31,10 +31,15 @@ def coverage(tiles, rows, keys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        dict(seq_length=256, block_size=4), dict(seq_length=256, block_size=1), dict(seq_length=250, block_size=3),
-        dict(seq_length=256, block_size=4, views=2), dict(seq_length=256, block_size=32),
-        dict(seq_length=300, block_size=4, documents=[120, 52, 128]), dict(seq_length=256, block_size=4, clean_attention="token-causal"),
-        dict(seq_length=512, block_size=4, context_parallel_size=4, rank=1), dict(seq_length=256, block_size=4, noisy_attention="causal"),
+        dict(seq_length=256, block_size=4),
+        dict(seq_length=256, block_size=1),
+        dict(seq_length=250, block_size=3),
+        dict(seq_length=256, block_size=4, views=2),
+        dict(seq_length=256, block_size=32),
+        dict(seq_length=300, block_size=4, documents=[120, 52, 128]),
+        dict(seq_length=256, block_size=4, clean_attention="token-causal"),
+        dict(seq_length=512, block_size=4, context_parallel_size=4, rank=1),
+        dict(seq_length=256, block_size=4, noisy_attention="causal"),
     ],
     ids=str,
 )

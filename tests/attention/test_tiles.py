@@ -104,7 +104,14 @@ def test_regular_starts_become_views_and_irregular_ones_one_gathered_batch():
 
 def test_empty_rectangles_never_reach_a_kernel():
     empty = np.zeros(0, dtype=np.int64)
-    assert T.tiles_of([Batch(0, 3, np.zeros(1), np.zeros(1)), Batch(3, 0, np.zeros(1), np.zeros(1)), Batch(2, 2, empty, empty)], 1, CPU) == ()
+    assert (
+        T.tiles_of(
+            [Batch(0, 3, np.zeros(1), np.zeros(1)), Batch(3, 0, np.zeros(1), np.zeros(1)), Batch(2, 2, empty, empty)],
+            1,
+            CPU,
+        )
+        == ()
+    )
 
 
 def test_rows_without_a_rectangle_stay_finite():

@@ -59,7 +59,9 @@ class ThreadLink(E.Link):
         for peer, x in receives.items():
             self.count("received", direction, peer, x)
         if sends or receives:
-            self.batches.append(({peer: x.numel() for peer, x in sends.items()}, {peer: x.numel() for peer, x in receives.items()}))
+            self.batches.append(
+                ({peer: x.numel() for peer, x in sends.items()}, {peer: x.numel() for peer, x in receives.items()})
+            )
         return E.Pending([Delivery(self.mail.box(peer, self.rank, tag), x) for peer, x in receives.items()])
 
     def count(self, verb, direction, peer, tensor):
@@ -138,8 +140,11 @@ PLANS = {
     "hybrid": dict(seq_length=60, block_size=10, strategy="hybrid", block_parallel_size=2),
 }
 WAYS = {
-    "direct": ("direct", None), "ring": ("ring", None), "hierarchical 2 a node": ("hierarchical", 2),
-    "hierarchical 4 a node": ("hierarchical", 4), "hierarchical 1 a node": ("hierarchical", 1),
+    "direct": ("direct", None),
+    "ring": ("ring", None),
+    "hierarchical 2 a node": ("hierarchical", 2),
+    "hierarchical 4 a node": ("hierarchical", 4),
+    "hierarchical 1 a node": ("hierarchical", 1),
 }
 
 

@@ -2,10 +2,11 @@
 
     s local rows, b samples, n query heads, nk key heads (n / nk = g), d and dv head sizes, h = b * nk
 
-The plan's program says everything: which rectangles of (query, key) rows are visible among the local rows, and which with
-the K/V rows of every peer. Forward posts the first transfer, computes the local rectangles, then each piece as it arrives,
-and merges by log-sum-exp. Backward moves K/V again, computes every rectangle with the final output and log-sum-exp, and
-a piece's dK/dV go home as soon as they are finished. Saved in between: local q, k, v, output and log-sum-exp.
+The plan's program says everything: which rectangles of (query, key) rows are visible among the local rows, and which
+with the K/V rows of every peer. Forward posts the first transfer, computes the local rectangles, then each piece as
+it arrives, and merges by log-sum-exp. Backward moves K/V again, computes every rectangle with the final output and
+log-sum-exp, and a piece's dK/dV go home as soon as they are finished. Saved in between: local q, k, v, output and
+log-sum-exp.
 """
 
 from collections.abc import Callable
@@ -35,7 +36,9 @@ from megatron.bdlm.parallel.plan import SequencePlan
 from megatron.bdlm.parallel.program import AttentionProgram, Piece
 from megatron.bdlm.parallel.transport_choice import open_exchange
 
-_tiles_of_piece: WeakKeyDictionary = WeakKeyDictionary()  # Piece -> {(g, device, masks): tiles}; made once, not in every layer
+_tiles_of_piece: WeakKeyDictionary = (
+    WeakKeyDictionary()
+)  # Piece -> {(g, device, masks): tiles}; made once, not in every layer
 
 
 def block_diffusion_attention(
@@ -56,16 +59,14 @@ def block_diffusion_attention(
     """Attention of this rank's rows under the block diffusion mask, differentiable in q, k and v.
 
     Args:
-        q: [s, b, n, d]; k: [s, b, nk, d]; v: [s, b, nk, dv]: rows in the plan's local order, any strides.
-        plan: of this rank; every rank of `group` calls with its own plan of the same layout.
-        group: context-parallel process group; None: the default group (none is needed for one rank).
-        transport: "auto", "direct", "hierarchical", "ring" or "allgather".
-        kernel: "auto" or the name of a kernel adapter.
-        softmax_scale: default d ** -0.5.
-        window: sliding window on clean keys, in tokens; None for no limit.
-        queries: "all", or "noisy": clean rows are not computed, their output is zero.
-        grad_dtype: data type of dK/dV on the wire; default float32 (float64 for float64 inputs), in which they are summed.
-        ranks_per_node: consecutive ranks on a node; default LOCAL_WORLD_SIZE.
+        q: [s, b, n, d]; k: [s, b, nk, d]; v: [s, b, nk, dv]: rows in the plan's local order, any strides. plan: of
+        this rank; every rank of `group` calls with its own plan of the same layout. group: context-parallel process
+        group; None: the default group (none is needed for one rank). transport: "auto", "direct", "hierarchical",
+        "ring" or "allgather". kernel: "auto" or the name of a kernel adapter. softmax_scale: default d ** -0.5.
+        window: sliding window on clean keys, in tokens; None for no limit. queries: "all", or "noisy": clean rows are
+        not computed, their output is zero. grad_dtype: data type of dK/dV on the wire; default float32 (float64 for
+        float64 inputs), in which they are summed. ranks_per_node: consecutive ranks on a node; default
+        LOCAL_WORLD_SIZE.
 
     Returns:
         [s, b, n, dv]. A padding row sees only itself: its output is its own v.
@@ -199,7 +200,9 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Seque
     """Raises ValueError naming the tensor and what it must be."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4 or x.shape[0] != plan.s_local:
-            raise ValueError(f"{name} {tuple(x.shape)}: must be [s, b, heads, size] with the plan's s = {plan.s_local} local rows")
+            raise ValueError(
+                f"{name} {tuple(x.shape)}: must be [s, b, heads, size] with the plan's s = {plan.s_local} local rows"
+            )
         if x.shape[1] != q.shape[1]:
             raise ValueError(f"{name} {tuple(x.shape)}: must have as many samples as q, {q.shape[1]}")
         if x.dtype != q.dtype or x.device != q.device:
@@ -207,4 +210,6 @@ def _check_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Seque
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"k {tuple(k.shape)}: must have the head size of q, {q.shape[3]}")
     if k.shape[2] != v.shape[2] or q.shape[2] % k.shape[2]:
-        raise ValueError(f"k has {k.shape[2]} heads, v {v.shape[2]}: must be equal and divide the {q.shape[2]} heads of q")
+        raise ValueError(
+            f"k has {k.shape[2]} heads, v {v.shape[2]}: must be equal and divide the {q.shape[2]} heads of q"
+        )

@@ -1,13 +1,13 @@
 """Small tiles joined under one explicit mask, for kernels that take one (torch's CPU operator).
 
-Halving ends in rectangles of a few rows, where a kernel spends its time on overhead: below about 64 x 64 pairs one masked tile
-is faster than the levels it covers (measured on a CPU for S = 4, one stream of 4096 rows, forward / backward in ms: levels 4 to
-32 and own blocks 28 / 62, one masked level of 64 x 64 leaves 12 / 26). All leaves of a level look alike, so they
-share one mask of at most LEAF_PAIRS entries: memory does not depend on the length.
+Halving ends in rectangles of a few rows, where a kernel spends its time on overhead: below about 64 x 64 pairs one
+masked tile is faster than the levels it covers (measured on a CPU for S = 4, one stream of 4096 rows, forward /
+backward in ms: levels 4 to 32 and own blocks 28 / 62, one masked level of 64 x 64 leaves 12 / 26). All leaves of a
+level look alike, so they share one mask of at most LEAF_PAIRS entries: memory does not depend on the length.
 
-    Example, S = 1, leaf of T = 4 tokens, clean rows: level 2 (rows 2-3 see keys 0-1), level 1 (row 1 sees key 0, row 3 key 2)
-    and own blocks (row i sees key i) become one 4 x 4 tile, lower triangle visible.
-    Noisy rows, without own blocks: row 0 sees nothing here, so the leaf is rows 1-3 against keys 0-2.
+    Example, S = 1, leaf of T = 4 tokens, clean rows: level 2 (rows 2-3 see keys 0-1), level 1 (row 1 sees key 0, row
+    3 key 2) and own blocks (row i sees key i) become one 4 x 4 tile, lower triangle visible. Noisy rows, without own
+    blocks: row 0 sees nothing here, so the leaf is rows 1-3 against keys 0-2.
 
 A pure function from tiles to tiles: pairs covered before are covered after, each once.
 """
@@ -98,7 +98,8 @@ def _cut(tile: Tile, first: int, stop: int) -> list[Tile]:
     if stop <= first:
         return []
     queries, keys = (
-        replace(where, count=stop - first, start=where.start + first * where.step) for where in (tile.queries, tile.keys)
+        replace(where, count=stop - first, start=where.start + first * where.step)
+        for where in (tile.queries, tile.keys)
     )
     return [replace(tile, queries=queries, keys=keys)]
 

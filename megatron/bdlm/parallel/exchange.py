@@ -108,7 +108,9 @@ class Link:
     def nodes(self) -> int:
         return self.size // self.ranks_per_node
 
-    def transfer(self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], direction: str, tag: int) -> Pending:
+    def transfer(
+        self, sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], direction: str, tag: int
+    ) -> Pending:
         """Start sending to and receiving from peers, {peer: contiguous tensor}, as one batch."""
         operations = []
         for verb, operation, tensors in (("received", dist.irecv, receives), ("sent", dist.isend, sends)):
@@ -213,7 +215,7 @@ class Exchange(ABC):
         """Yield the pieces this rank needs, each once."""
 
     def collect(self) -> torch.Tensor:
-        """Backward, after `arrivals` is exhausted: gradients of the shared rows summed over the peers that used them."""
+        """Backward, after the last arrival: gradients of the shared rows, summed over the peers that used them."""
         return self.returned
 
     # -- for the transports --
@@ -232,7 +234,7 @@ class Exchange(ABC):
         return self.link.transfer(sends, receives, self.direction, tag)
 
     def rows_for(self, user: int, owner: int) -> Rows:
-        """The rows of `owner` that `user` (one of them is this rank) needs, as positions among the owner's shared rows."""
+        """What `user` needs of `owner` (one of them is this rank), as positions among the owner's shared rows."""
         rows = self.pieces[owner].rows if user == self.link.rank else self.program.sends.get(user, _NO_ROWS)
         return self.cached((user, owner), lambda: positions(rows, self.program.shared[owner]))
 

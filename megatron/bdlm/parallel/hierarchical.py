@@ -1,9 +1,9 @@
 """Transport for groups that span nodes: every needed row crosses a node boundary once.
 
 Ranks are (node, index): M nodes of G ranks, rank = node * G + index. Rank (m, i) receives for its whole node the rows
-that anybody on the node needs from the ranks (m', i) of the other nodes: it is their *landing*. So all G network cards
-of a node carry an equal part, and a row crosses once instead of up to G times. From the landing, rows are handed on inside
-the node, each rank getting what it needs.
+that anybody on the node needs from the ranks (m', i) of the other nodes: it is their *landing*. So all G network
+cards of a node carry an equal part, and a row crosses once instead of up to G times. From the landing, rows are
+handed on inside the node, each rank getting what it needs.
 
 Order of steps (the same on every rank), j = node distance, t = index distance inside the node:
 
@@ -11,8 +11,9 @@ Order of steps (the same on every rank), j = node distance, t = index distance i
     j = 1..   t = 0          landing of node m-j: across, for the node
               t = 1 .. G-1   handed on: to index i+t, from index i-t
 
-In backward a rank's contribution to the gradient of a row goes to the row's landing on its own node; when all of the node's
-have been summed there, one sum crosses back to the owner. The crossing of j + 1 is under way while j is computed.
+In backward a rank's contribution to the gradient of a row goes to the row's landing on its own node; when all of the
+node's have been summed there, one sum crosses back to the owner. The crossing of j + 1 is under way while j is
+computed.
 
     Example, M = 2, G = 2: rank 2 = (1, 0) is the landing of rank 0 = (0, 0) on node 1; it hands rank 0's rows to
     rank 3, adds rank 3's gradient of them to its own, and sends the sum to rank 0.
@@ -113,7 +114,9 @@ class HierarchicalExchange(Exchange):
             total = torch.zeros(rows.shape, dtype=self.wire.sum_dtype, device=rows.device)
         return Landing(owner, needed, pending, rows, total)
 
-    def _post_inside(self, node_distance: int, step: int, landing: Landing | None) -> tuple[Pending, torch.Tensor | None]:
+    def _post_inside(
+        self, node_distance: int, step: int, landing: Landing | None
+    ) -> tuple[Pending, torch.Tensor | None]:
         """Hand rows of our landing (our own rows when there is none) to index i + step; receive from index i - step."""
         if step >= self.per_node:
             return Pending(), None

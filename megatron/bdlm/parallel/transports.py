@@ -1,8 +1,8 @@
 """Transports on one level: `direct`, `ring`, `allgather` (terms and verbs: `exchange`).
 
-    direct      only needed rows, from owner to user; bytes on average 3/4 of a ring's
-    ring        the shared rows of a rank travel past everybody; in backward their gradient sum travels with them
-    allgather   all shared rows at once (memory of size L), gradients by reduce-scatter
+direct      only needed rows, from owner to user; bytes on average 3/4 of a ring's
+ring        the shared rows of a rank travel past everybody; in backward their gradient sum travels with them
+allgather   all shared rows at once (memory of size L), gradients by reduce-scatter
 """
 
 from collections.abc import Iterator
@@ -109,7 +109,9 @@ class RingExchange(Exchange):
     def _pass_gradient(self, step, incoming, arrival, where) -> tuple[Pending, torch.Tensor]:
         """Add our contribution to the owner's sum and pass it on; the sum of the next step's owner comes in."""
         if incoming is None:
-            total = torch.zeros(self._shape(step), *self.shared.shape[1:], dtype=self.wire.sum_dtype, device=self.shared.device)
+            total = torch.zeros(
+                self._shape(step), *self.shared.shape[1:], dtype=self.wire.sum_dtype, device=self.shared.device
+            )
         else:
             total = incoming.to(self.wire.sum_dtype)
         if arrival is not None:

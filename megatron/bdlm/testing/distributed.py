@@ -87,9 +87,7 @@ def _start(payload, world_size, store_path, timeout, ranks_per_node, environment
     return ranks
 
 
-def _rank_main(
-    answer: Connection, payload: bytes, rank: int, world_size: int, store_path: str, timeout: float
-) -> None:
+def _rank_main(answer: Connection, payload: bytes, rank: int, world_size: int, store_path: str, timeout: float) -> None:
     """Body of one rank: join the group, call the function, answer ("ok", result) or ("error", traceback)."""
     import torch
     import torch.distributed as dist

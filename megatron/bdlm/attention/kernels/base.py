@@ -3,11 +3,11 @@
     n batch of equal rectangles    h heads of keys (query heads fold into rows)
     r rows (queries)               c keys                d, dv head sizes of q/k and of v
 
-A kernel sees only dense `[n, h, r, d]` x `[n, h, c, d]` batches, or causal squares (r == c,
-row i sees keys 0..i), never an empty batch, and takes any strides as long as the last dimension is
-contiguous. A kernel with `takes_mask` is also given small tiles under one additive mask `[r, c]`. Backward takes the *final* out and lse of a row, which
-cover keys of other rectangles too: p = exp(scale * q.k - lse) is then this rectangle's share of the
-row's probabilities, so the shares of all rectangles add up to the exact gradient.
+A kernel sees only dense `[n, h, r, d]` x `[n, h, c, d]` batches, or causal squares (r == c, row i sees keys 0..i),
+never an empty batch, and takes any strides as long as the last dimension is contiguous. A kernel with `takes_mask` is
+also given small tiles under one additive mask `[r, c]`. Backward takes the *final* out and lse of a row, which cover
+keys of other rectangles too: p = exp(scale * q.k - lse) is then this rectangle's share of the row's probabilities, so
+the shares of all rectangles add up to the exact gradient.
 """
 
 from abc import ABC, abstractmethod
@@ -63,7 +63,7 @@ class AttentionKernel(ABC):
         causal: bool,
         mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return out [n, h, r, dv] in q's type and the natural log-sum-exp [n, h, r] (float32, or float64 for it)."""
+        """Return out [n, h, r, dv] in q's type and the natural log-sum-exp [n, h, r] (float32, or float64)."""
 
     @abstractmethod
     def backward(
@@ -79,6 +79,11 @@ class AttentionKernel(ABC):
         mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return dq, dk, dv of this rectangle; `out` and `lse` are the row's final ones."""
+
+
+def own_batch(x: torch.Tensor) -> torch.Tensor:
+    """A batch that repeats one element (stride 0) as a real one: GPU kernels address a batch by its stride."""
+    return x.contiguous() if x.shape[0] > 1 and x.stride(0) == 0 else x
 
 
 def pad_head(x: torch.Tensor, size: int) -> torch.Tensor:

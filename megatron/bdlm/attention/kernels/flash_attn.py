@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from megatron.bdlm.attention.kernels.base import AttentionKernel, KernelCase, pad_head
+from megatron.bdlm.attention.kernels.base import AttentionKernel, KernelCase, own_batch, pad_head
 from megatron.bdlm.attention.kernels.torch_cuda import refuse_unless_half_on_gpu
 
 VERSION_2 = "flash_attn.flash_attn_interface"
@@ -85,4 +85,4 @@ class FlashAttention3Kernel(AttentionKernel):
 
 def rows_first(x: torch.Tensor) -> torch.Tensor:
     """[n, h, r, d] -> [n, r, h, d], a view."""
-    return x.transpose(1, 2)
+    return own_batch(x).transpose(1, 2)

@@ -37,7 +37,9 @@ class FlexKernel(AttentionKernel):
         weight = torch.exp(own_lse.detach() - lse).unsqueeze(-1)  # [n, h, r, 1]
         difference = own_out.detach().float() - out.float()
         d_lse = (weight * dout.float() * difference).sum(-1)
-        return torch.autograd.grad((own_out, own_lse), inputs, ((weight * dout).to(own_out.dtype), d_lse.to(own_lse.dtype)))
+        return torch.autograd.grad(
+            (own_out, own_lse), inputs, ((weight * dout).to(own_out.dtype), d_lse.to(own_lse.dtype))
+        )
 
 
 @cache

@@ -7,7 +7,7 @@ Signatures: `torch.ops.aten.<name>.default._schema` (held by tests/attention/tes
 
 import torch
 
-from megatron.bdlm.attention.kernels.base import AttentionKernel, KernelCase, pad_head
+from megatron.bdlm.attention.kernels.base import AttentionKernel, KernelCase, own_batch, pad_head
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -37,17 +37,19 @@ class TorchFlashKernel(AttentionKernel):
 
     def forward(self, q, k, v, scale, causal, mask=None):
         size, dv = _head_multiple_of_8(q, v), v.shape[-1]
+        q, k, v = (own_batch(pad_head(x, size)) for x in (q, k, v))
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention.default(
-            pad_head(q, size), pad_head(k, size), pad_head(v, size), 0.0, causal, False, scale=scale
+            q, k, v, 0.0, causal, False, scale=scale
         )
         return out[..., :dv], lse
 
     def backward(self, dout, q, k, v, out, lse, scale, causal, mask=None):
         size, d, dv = _head_multiple_of_8(q, v), q.shape[-1], v.shape[-1]
         seed = torch.empty(2, dtype=torch.uint64, device=q.device)  # read only with dropout
-        dout, q, k, v, out = (pad_head(x, size) for x in (dout, q, k, v, out))
+        dout, q, k, v, out = (own_batch(pad_head(x, size)) for x in (dout, q, k, v, out))
+        statistics = lse.contiguous()  # the operator reads it without strides
         dq, dk, dvalue = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
-            dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed, scale=scale
+            dout, q, k, v, out, statistics, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed, scale=scale
         )
         return dq[..., :d], dk[..., :d], dvalue[..., :dv]
 
@@ -66,16 +68,33 @@ class TorchCudnnKernel(AttentionKernel):
         return refuse_unless_half_on_gpu(case, 128)
 
     def forward(self, q, k, v, scale, causal, mask=None):
+        q, k, v = (own_batch(x) for x in (q, k, v))
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
             q, k, v, None, True, 0.0, causal, False, scale=scale
         )
         return out, lse.reshape(q.shape[:3])
 
     def backward(self, dout, q, k, v, out, lse, scale, causal, mask=None):
+        dout, q, k, v, out = (own_batch(x) for x in (dout, q, k, v, out))
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # read only with dropout
         statistics = lse.contiguous().unsqueeze(-1)  # [n, h, r, 1]
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
-            dout, q, k, v, out, statistics, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal, scale=scale
+            dout,
+            q,
+            k,
+            v,
+            out,
+            statistics,
+            seed,
+            seed,
+            None,
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            causal,
+            scale=scale,
         )
 
 

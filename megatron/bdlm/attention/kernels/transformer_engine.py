@@ -47,9 +47,7 @@ class TransformerEngineKernel(AttentionKernel):
         library = load()
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))  # [n, r, h, d]
         arguments = common_arguments(library, q, k, v, scale, causal)
-        out, statistics, *_ = library.fused_attn_fwd(
-            **accepted(library.fused_attn_fwd, is_training=True, **arguments)
-        )
+        out, statistics, *_ = library.fused_attn_fwd(**accepted(library.fused_attn_fwd, is_training=True, **arguments))
         return out.transpose(1, 2), statistics[0].squeeze(-1)
 
     def backward(self, dout, q, k, v, out, lse, scale, causal, mask=None):
@@ -68,7 +66,9 @@ class TransformerEngineKernel(AttentionKernel):
         return tuple(x.transpose(1, 2) for x in gradients[:3])
 
 
-def common_arguments(library: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> dict:
+def common_arguments(
+    library: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool
+) -> dict:
     """Keyword arguments that forward and backward share; q, k, v are [n, rows, heads, d]."""
     return dict(
         max_seqlen_q=q.shape[1],
