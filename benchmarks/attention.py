@@ -1,7 +1,9 @@
 """Speed of block diffusion attention on a CPU, measured side by side.
 
-    python benchmarks/attention.py local --json benchmarks/results/attention_cpu.json --plot benchmarks/results/attention_cpu.png
-    python benchmarks/attention.py ranks --json benchmarks/results/attention_ranks.json --plot benchmarks/results/attention_ranks.png
+    python benchmarks/attention.py local --masks --json local.json --plot local.png
+    python benchmarks/attention.py ranks --lengths 4096 16384 --block-sizes 32 --json ranks.json --plot ranks.png
+
+The committed figures are in benchmarks/results: attention_cpu (local) and attention_ranks.
 
 `local` (one process): this project's attention against
 
@@ -9,12 +11,13 @@
     flex     compiled FlexAttention with the same mask, forward
     masked   scaled_dot_product_attention with the dense mask, forward
 
-Rates are visible (query, key) pairs a second; `share of ceiling` is ours over dense. Runs are interleaved, figures are medians. The
-clock is the processor time of the one computing thread, so that other work on the machine disturbs little; `--clock wall`
-reads the wall. `outside kernels` is the share of our time that is spent outside the kernel (merging, sums, Python).
+Rates are visible (query, key) pairs a second; `share of ceiling` is ours over dense. Runs are interleaved, figures
+are medians. The clock is the processor time of the one computing thread, so that other work on the machine disturbs
+little; `--clock wall` reads the wall. `outside kernels` is the share of our time that is spent outside the kernel
+(merging, sums, Python).
 
-`ranks` (4 gloo processes on this machine, no network limit): csbp over direct against conventional context parallelism over a
-ring that skips empty work and overlaps too; wall clock of the slowest rank, interleaved.
+`ranks` (4 gloo processes on this machine, no network limit): csbp over direct against conventional context
+parallelism over a ring that skips empty work and overlaps too; wall clock of the slowest rank, interleaved.
 """
 
 import argparse
@@ -72,8 +75,11 @@ def measure_local(length: int, block_size: int, repeats: int, clock: Callable[[]
     forward = {name: statistics.median(times[1:]) for name, times in forward_times.items()}
     backward = {name: statistics.median(times[1:]) for name, times in backward_times.items()}
     row = {
-        "length": length, "block_size": block_size, "area": area,
-        "forward_seconds": forward, "backward_seconds": backward,
+        "length": length,
+        "block_size": block_size,
+        "area": area,
+        "forward_seconds": forward,
+        "backward_seconds": backward,
         "forward_share_of_ceiling": forward["dense"] / side**2 * area / forward["ours"],
         "backward_share_of_ceiling": backward["dense"] / side**2 * area / backward["ours"],
         "outside_kernels": outside_kernels(ours, plan, clock),
@@ -95,7 +101,7 @@ def timed(call: Callable, clock: Callable[[], float]) -> tuple[float, object]:
 
 
 def masked_forwards(length: int, block_size: int) -> dict[str, Callable]:
-    """Forward with the same mask: compiled FlexAttention, and scaled_dot_product_attention with the mask as a tensor."""
+    """Forward with the same mask: compiled FlexAttention; scaled_dot_product_attention with a mask tensor."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def visible(batch, head, query, key):
@@ -122,6 +128,7 @@ class TimedKernel(AttentionKernel):
     """The CPU kernel with a stopwatch."""
 
     name = note = "timed"
+    takes_mask = True
 
     def __init__(self, clock: Callable[[], float]):
         self.kernel, self.clock, self.seconds = TorchCpuKernel(), clock, 0.0
@@ -196,7 +203,8 @@ def measure_ranks(length: int, block_size: int, repeats: int, ranks: int) -> dic
         whole = [forward + backward for forward, backward in zip(slowest["forward"], slowest["backward"])]
         row["ways"][name] = {
             **{f"{direction}_seconds": statistics.median(times) for direction, times in slowest.items()},
-            "seconds": statistics.median(whole), "all_seconds": whole,
+            "seconds": statistics.median(whole),
+            "all_seconds": whole,
             "bytes_sent": {
                 direction: sum(found[name]["bytes"][direction]["sent"] for found in results)
                 for direction in ("forward", "backward")
@@ -218,7 +226,8 @@ def print_local(rows: list[dict]) -> None:
         others = "  ".join(f"{row.get(f'forward_times_{name}', math.nan):6.2f}" for name in ("flex", "masked"))
         print(
             f"{row['length']:6d} {row['block_size']:4d} |  {row['forward_share_of_ceiling']:.3f}     "
-            f"{row['backward_share_of_ceiling']:.3f} |  {outside['forward']:.3f}    {outside['backward']:.3f}  |  {others}"
+            f"{row['backward_share_of_ceiling']:.3f} |  {outside['forward']:.3f}    {outside['backward']:.3f}  |"
+            f"  {others}"
         )
 
 
@@ -228,7 +237,8 @@ def print_ranks(rows: list[dict]) -> None:
         ring, direct = row["ways"]["cp/ring"], row["ways"]["csbp/direct"]
         sent = [sum(way["bytes_sent"].values()) / 1e6 for way in (ring, direct)]
         print(
-            f"{row['length']:6d} {row['block_size']:4d} {row['ranks']:5d} | {ring['seconds']:9.3f} {direct['seconds']:14.3f} "
+            f"{row['length']:6d} {row['block_size']:4d} {row['ranks']:5d} | "
+            f"{ring['seconds']:9.3f} {direct['seconds']:14.3f} "
             f"{row['ratio']:6.3f} | {sent[0]:15.1f} {sent[1]:12.1f}"
         )
 
@@ -275,7 +285,9 @@ def plot_ranks(rows: list[dict], path: str) -> None:
 
 def machine() -> dict:
     with open("/proc/cpuinfo") as file:
-        model = next((line.split(":")[1].strip() for line in file if line.startswith("model name")), platform.processor())
+        model = next(
+            (line.split(":")[1].strip() for line in file if line.startswith("model name")), platform.processor()
+        )
     return {"cpu": model, "cores": os.cpu_count(), "torch": torch.__version__, "load_average": os.getloadavg()[0]}
 
 
@@ -285,8 +297,12 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192], help="clean lengths L")
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[4, 32, 256], help="block sizes S")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--clock", choices=tuple(CLOCKS), default="cpu", help="local mode: processor time of the thread, or wall")
-    parser.add_argument("--masks", action="store_true", help="local mode: measure FlexAttention and dense-masked attention too")
+    parser.add_argument(
+        "--clock", choices=tuple(CLOCKS), default="cpu", help="local mode: processor time of the thread, or wall"
+    )
+    parser.add_argument(
+        "--masks", action="store_true", help="local mode: measure FlexAttention and dense-masked attention too"
+    )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--json", help="file to write the figures to")
     parser.add_argument("--plot", help="PNG file to draw the figures to")

@@ -6,6 +6,7 @@ once.
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -67,6 +68,47 @@ def random_cases(draw):
 @given(random_cases())
 def test_random_samples_on_one_process(case):
     assert_exact([case], [[run_case(case, 1, 0)]])
+
+
+PERTURBED = dict(seq_length=30, block_size=4, views=2, documents=[7, 23])
+
+
+def outputs_after_changes(changes):
+    """Body of a rank: global row numbers and output, unchanged and after adding 1 to some global rows of q, k, v."""
+    size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    plan = SequencePlan.build(**PERTURBED, context_parallel_size=size, rank=rank)
+    outputs = []
+    for rows in ([], *changes):
+        inputs = [x.clone() for x in Case(PERTURBED).inputs()[:3]]
+        for x in inputs:
+            x[rows] += 1.0
+        outputs.append(block_diffusion_attention(*(plan.take(x) for x in inputs), plan))
+    return plan.rows, outputs
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_change_reaches_only_the_rows_that_may_see_it(size):
+    length, views = PERTURBED["seq_length"], PERTURBED["views"]
+    blocks = SequencePlan.build(**PERTURBED).block_ids.view(views + 1, length)[0]  # of every token
+    documents = torch.repeat_interleave(torch.arange(2), torch.tensor(PERTURBED["documents"]))
+    tokens = torch.arange(length)
+    changes = [(stream, block) for stream in range(views + 1) for block in range(int(blocks.max()) + 1)]
+    changed_rows = [(stream * length + tokens[blocks == block]).tolist() for stream, block in changes]
+    if size == 1:
+        results = [outputs_after_changes(changed_rows)]
+    else:
+        results = run_distributed(outputs_after_changes, size, changed_rows)
+    for number, (stream, block) in enumerate(changes):
+        same_document = documents == documents[blocks == block][0]
+        own, later = blocks == block, (blocks > block) & same_document
+        if stream < views:  # xt: its own block of its own view
+            may_change = [own if view == stream else own & False for view in range(views)] + [own & False]
+        else:  # x0: noisy rows of later blocks, clean rows of this and later blocks
+            may_change = [later] * views + [own | later]
+        may_change = torch.cat(may_change)
+        for rows, outputs in results:
+            moved = (outputs[0] != outputs[number + 1]).flatten(1).any(1)[rows >= 0]
+            assert torch.equal(moved, may_change[rows[rows >= 0]])
 
 
 def test_inputs_of_two_lengths_alternate():

@@ -36,9 +36,8 @@ from megatron.bdlm.parallel.plan import SequencePlan
 from megatron.bdlm.parallel.program import AttentionProgram, Piece
 from megatron.bdlm.parallel.transport_choice import open_exchange
 
-_tiles_of_piece: WeakKeyDictionary = (
-    WeakKeyDictionary()
-)  # Piece -> {(g, device, masks): tiles}; made once, not in every layer
+# Piece -> {(g, device, masks): tiles}; made once, not in every layer
+_tiles_of_piece: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def block_diffusion_attention(
@@ -59,14 +58,17 @@ def block_diffusion_attention(
     """Attention of this rank's rows under the block diffusion mask, differentiable in q, k and v.
 
     Args:
-        q: [s, b, n, d]; k: [s, b, nk, d]; v: [s, b, nk, dv]: rows in the plan's local order, any strides. plan: of
-        this rank; every rank of `group` calls with its own plan of the same layout. group: context-parallel process
-        group; None: the default group (none is needed for one rank). transport: "auto", "direct", "hierarchical",
-        "ring" or "allgather". kernel: "auto" or the name of a kernel adapter. softmax_scale: default d ** -0.5.
-        window: sliding window on clean keys, in tokens; None for no limit. queries: "all", or "noisy": clean rows are
-        not computed, their output is zero. grad_dtype: data type of dK/dV on the wire; default float32 (float64 for
-        float64 inputs), in which they are summed. ranks_per_node: consecutive ranks on a node; default
-        LOCAL_WORLD_SIZE.
+        q: [s, b, n, d]; k: [s, b, nk, d]; v: [s, b, nk, dv]: rows in the plan's local order, any strides.
+        plan: of this rank; every rank of `group` calls with its own plan of the same layout.
+        group: context-parallel process group; None: the default group (none is needed for one rank).
+        transport: "auto", "direct", "hierarchical", "ring" or "allgather".
+        kernel: "auto" or the name of a kernel adapter.
+        softmax_scale: default d ** -0.5.
+        window: sliding window on clean keys, in tokens; None for no limit.
+        queries: "all", or "noisy": clean rows are not computed, their output is zero.
+        grad_dtype: data type of dK/dV on the wire; default float32 (float64 for float64 inputs), in which they are
+            summed.
+        ranks_per_node: consecutive ranks on a node; default LOCAL_WORLD_SIZE.
 
     Returns:
         [s, b, n, dv]. A padding row sees only itself: its output is its own v.

@@ -5,9 +5,9 @@ masked tile is faster than the levels it covers (measured on a CPU for S = 4, on
 backward in ms: levels 4 to 32 and own blocks 28 / 62, one masked level of 64 x 64 leaves 12 / 26). All leaves of a
 level look alike, so they share one mask of at most LEAF_PAIRS entries: memory does not depend on the length.
 
-    Example, S = 1, leaf of T = 4 tokens, clean rows: level 2 (rows 2-3 see keys 0-1), level 1 (row 1 sees key 0, row
-    3 key 2) and own blocks (row i sees key i) become one 4 x 4 tile, lower triangle visible. Noisy rows, without own
-    blocks: row 0 sees nothing here, so the leaf is rows 1-3 against keys 0-2.
+    Example, S = 1, leaf of 4 tokens. Clean rows: level 2 (rows 2-3 see keys 0-1), level 1 (row 1 sees key 0, row 3
+    key 2) and own blocks (row i sees key i) become one 4 x 4 tile, lower triangle visible. Noisy rows have no own
+    clean block: row 0 sees nothing here, so the leaf is rows 1-3 against keys 0-2.
 
 A pure function from tiles to tiles: pairs covered before are covered after, each once.
 """

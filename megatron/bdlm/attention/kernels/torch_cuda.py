@@ -79,23 +79,9 @@ class TorchCudnnKernel(AttentionKernel):
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # read only with dropout
         statistics = lse.contiguous().unsqueeze(-1)  # [n, h, r, 1]
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            statistics,
-            seed,
-            seed,
-            None,
-            None,
-            None,
-            q.shape[2],
-            k.shape[2],
-            0.0,
-            causal,
+            dout, q, k, v, out, statistics, seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal,
             scale=scale,
-        )
+        )  # fmt: skip
 
 
 def _head_multiple_of_8(q: torch.Tensor, v: torch.Tensor) -> int:
