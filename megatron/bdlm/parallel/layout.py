@@ -113,7 +113,7 @@ class Layout:
         return max(share.rows(self.spec.views) for share in self.shares)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)
 def build_layout(spec: LayoutSpec) -> Layout:
     """The layout of one sample shape."""
     spec.check()
@@ -228,7 +228,8 @@ def _rows_of(held: Intervals, edges: np.ndarray, mine: np.ndarray) -> Intervals:
 def _split_blocks(starts: np.ndarray, stops: np.ndarray, parts: int) -> list[Intervals]:
     """Each block in `parts` contiguous parts; the odd rows of successive blocks go round the parts.
 
-    Worked example, 2 parts of blocks of 3: sizes 2+1, 1+2, 2+1, ..
+    Worked example, 2 parts of blocks of 3: sizes 2+1, 1+2, 2+1, .. (With noisy rows causal inside their block the
+    later parts see more of it; that share of the area is left uneven.)
     """
     sizes = stops - starts
     extra = sizes % parts

@@ -6,7 +6,7 @@ into more and smaller rectangles). They pull in different directions, so they ar
 
 1. area: the heaviest rank within `AREA_LIMIT` of what any placement can reach, wherever the search gets there;
 2. rows: under that, the tightest of `_row_limits` (first the even share plus less than one block);
-3. runs: under both, the coarsest items, that is the longest runs, that come within `AREA_TARGET`.
+3. runs: under both, the coarsest items, that is the longest runs, that come within `AREA_LIMIT`.
 
 So an uneven count of blocks costs rows, not area: with 9 blocks on some ranks and 8 on others, those with 9
 get cheaper ones. For example B = 10 equal blocks on P = 4 ranks have areas 1..10: {1, 6, 7} {2, 3, 8} {4, 10}
@@ -14,6 +14,9 @@ get cheaper ones. For example B = 10 equal blocks on P = 4 ranks have areas 1..1
 
 When 2P divides B and the areas rise evenly (one document), the two-ended placement is exact in all three:
 rank a owns half chunks a and 2P-1-a.
+
+Areas are those of a layer without a window: one plan serves all layers, and the layers that see everything
+cost most. A windowed layer of packed documents can be less even.
 """
 
 from dataclasses import dataclass
@@ -22,10 +25,10 @@ from functools import lru_cache
 import numpy as np
 
 AREA_TARGET = 1.01
-"""Area of the heaviest rank, over the least possible, at which no finer items are tried."""
+"""Area of the heaviest rank, over the least possible, at which exchanging stops and half chunks stay as they are."""
 
 AREA_LIMIT = 1.018
-"""Area of the heaviest rank, over the least possible, at which no looser row limit is tried (a plan promises 1.02)."""
+"""The same, at which neither finer items nor a looser row limit are tried; a plan promises 1.02."""
 
 EXACT_ATOMS = 14
 """Up to so many blocks the search is exhaustive."""
