@@ -1,0 +1,263 @@
+"""What a training step costs under a layout: FLOPs, bytes, memory by part, seconds. A model of the machine, not a measurement.
+
+Everything is of the heaviest rank. Terms, with V views, L tokens, P = cp, B = 2 bytes an activation:
+
+    rows        (V+1)L/P; under bp the clean ones are not divided: L + V L/P
+    linear      2 flops a parameter and row, backward twice that; full recompute runs forward again
+    attention   4 n d flops a visible pair in forward, 10 in backward (2.5 times)
+    exchange    rows of `traffic.needs`, K/V once in forward; again in backward, with dK/dV
+    hidden      an exchange hides behind its layer's attention; of P steps, the first or last one cannot
+    pipeline    (m + pp - 1) slots of a micro-batch and stage for m micro-batches
+    memory      parameters 2 B, gradients 4 B, optimizer 12 B a parameter over the ranks that share it
+
+Left out: norms and other element-wise work, recurrences of linear-attention layers (their projections count), imbalance of
+experts, start-up of kernels. Small models and short contexts run slower than predicted here.
+"""
+
+from dataclasses import dataclass
+from typing import Optional
+
+from megatron.bdlm.planner.hardware import GPU, Efficiency
+from megatron.bdlm.planner.models import AttentionLayers, Model
+from megatron.bdlm.planner.traffic import Needs, needs
+
+ITEM = 2  # bytes of a bfloat16 value
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`count` GPUs of a kind."""
+
+    gpu: GPU
+    count: int
+    efficiency: Efficiency = Efficiency()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What one step trains on."""
+
+    length: int
+    block_size: int
+    global_batch: int
+    views: int = 1
+    gradient_item: int = 4  # bytes of a dK/dV value on the wire
+    scored_share: float = 0.5  # of the noisy rows that reach the output layer
+
+    @property
+    def clean_tokens(self) -> int:
+        return self.length * self.global_batch
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks share the work: `bp` is the block-parallel size K."""
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    bp: int = 1
+    ep: int = 1
+    dp: int = 1
+    strategy: str = "csbp"
+    transport: str = "direct"
+    recompute: bool = False
+
+    def micro_batches(self, workload: Workload) -> int:
+        return workload.global_batch // self.dp
+
+    def ranks_per_node(self, gpu: GPU) -> int:
+        """Context-parallel ranks on a node: they stand beside tensor-parallel ones."""
+        return max(1, min(self.cp, gpu.gpus_per_node // self.tp))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one step; bytes, flops and seconds of the heaviest rank."""
+
+    layout: Layout
+    memory: dict[str, float]
+    flops: dict[str, float]
+    bytes: dict[str, float]
+    seconds: dict[str, float]
+    tokens_per_second: float
+    fits: bool
+
+    @property
+    def step_seconds(self) -> float:
+        return self.seconds["step"]
+
+    @property
+    def memory_total(self) -> float:
+        return sum(self.memory.values())
+
+
+# ---- attention -------------------------------------------------------------------------------------
+
+
+def attention_area(workload: Workload, window: Optional[int]) -> tuple[float, float]:
+    """Visible pairs of one layer over the whole sample: (of one noisy view, of the clean stream)."""
+    length, block = workload.length, workload.block_size
+    if window is None or window >= length:
+        both = length * (length + block) / 2
+        return both, both
+    earlier = length * window - window * window / 2
+    return earlier - length + length * block, earlier
+
+
+def rank_share(layout: Layout, workload: Workload, noisy: float, clean: float) -> float:
+    """A rank's part of something that views and the clean stream have."""
+    clean_part = clean if layout.strategy == "bp" else clean / layout.cp
+    return workload.views * noisy / layout.cp + clean_part
+
+
+def travelling_rows(layout: Layout, workload: Workload, gpu: GPU, window: Optional[int]) -> Needs:
+    """Rows that travel in one direction of one layer when K/V move once."""
+    if layout.strategy == "bp":
+        return Needs(0, 0, 0, 0)
+    # hybrid and cp split blocks, so under ring and allgather noisy rows travel as well
+    streams = 1 if layout.bp == layout.cp else workload.views + 1
+    moved = needs(workload.length, layout.cp, layout.ranks_per_node(gpu), layout.transport, streams, window)
+    if layout.strategy != "hybrid":
+        return moved
+    inner = layout.cp // layout.bp
+    noisy = (inner - 1) * workload.views * workload.length / layout.cp  # own blocks' noisy rows, among adjacent ranks
+    return Needs(moved.most + noisy, moved.mean + noisy, moved.most_between, moved.mean_between)
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Attention of one layer and micro-batch on the heaviest rank."""
+
+    flops: float
+    bytes_mean: float
+    bytes_between: float
+    seconds: float
+    exposed: float
+
+
+def attention_layer(model: Model, kind: AttentionLayers, machine: Machine, workload: Workload, layout: Layout) -> LayerCost:
+    """One layer of one kind, forward and backward."""
+    if kind.linear:
+        return LayerCost(0, 0, 0, 0, 0)
+    gpu, efficiency = machine.gpu, machine.efficiency
+    area = rank_share(layout, workload, *attention_area(workload, kind.window))
+    forward = 4 * area * kind.head_size * model.query_heads / layout.tp
+    rows = travelling_rows(layout, workload, gpu, kind.window)
+    row = 2 * max(1, kind.key_heads // layout.tp) * kind.head_size
+    rate = gpu.peak_flops * efficiency.attention_forward, gpu.peak_flops * efficiency.attention_backward
+    runs = 2 if layout.recompute else 1
+    seconds = exposed = moved = between = 0.0
+    for compute, item, times in (
+        (forward / rate[0], ITEM, runs), (2.5 * forward / rate[1], ITEM + workload.gradient_item, 1)
+    ):
+        # in backward what the busiest rank receives most of, it sends least of (gradients go the other way)
+        busiest = rows.most if item == ITEM else (rows.most + rows.mean) / 2
+        inside = (busiest - rows.most_between) * row * item / gpu.node_bandwidth
+        across = rows.most_between * row * item / gpu.network_bandwidth
+        transfer = max(0.0, inside, across) / efficiency.link
+        hidden = min(compute, transfer) * (1 - 1 / layout.cp)
+        seconds += times * (compute + transfer - hidden)
+        exposed += times * (transfer - hidden)
+        moved += times * rows.mean * row * item
+        between += times * rows.mean_between * row * item
+    return LayerCost(forward * (runs + 2.5), moved, between, seconds, exposed)
+
+
+# ---- memory ----------------------------------------------------------------------------------------
+
+
+def memory(model: Model, workload: Workload, layout: Layout) -> dict[str, float]:
+    """Bytes on the heaviest pipeline stage, by part."""
+    share = layout.tp * layout.pp
+    dense = model.dense_parameters / share + model.vocabulary * model.hidden / layout.tp
+    expert = model.expert_parameters / (share * layout.ep)
+    together = layout.dp * layout.cp
+    rows = rank_share(layout, workload, workload.length, workload.length)
+    layers = -(-model.layers // layout.pp)
+    in_flight = min(layout.pp, layout.micro_batches(workload))
+    widest = max(model.query_heads * kind.head_size for kind in model.kinds)
+    keys = max(kind.key_heads * kind.head_size for kind in model.kinds)
+    working = ITEM * (4 * model.hidden + 2 * widest + 2 * keys + 3 * (model.ffn + model.experts_per_token * model.expert_ffn))
+    kept = ITEM * model.hidden if layout.recompute else working
+    activations = rows * (layers * in_flight * kept + (working if layout.recompute else 0)) / layout.tp
+    return {
+        "parameters": ITEM * (dense + expert), "gradients": 4 * (dense + expert),
+        "optimizer": 12 * (dense / together + expert / max(1, together / layout.ep)),
+        "activations": activations, "attention buffers": attention_buffers(model, workload, layout, rows),
+        # float32 logits of one chunk of scored rows, and their gradient
+        "output layer": 2 * 4 * min(4096, rows) * model.vocabulary / layout.tp,
+    }
+
+
+def attention_buffers(model: Model, workload: Workload, layout: Layout, rows: float) -> float:
+    """Held during one layer's backward beyond what is kept: sums in float32 and pieces under way."""
+    widest = max(model.query_heads * kind.head_size for kind in model.kinds if not kind.linear)
+    keys = max(kind.key_heads * kind.head_size for kind in model.kinds if not kind.linear)
+    sums = rows * 4 * (widest + 2 * keys)  # dq, dk, dv
+    kernel = rows * ITEM * 2 * widest  # dout, and a kernel call's dq
+    if layout.cp == 1 or layout.strategy == "bp":
+        return (sums + kernel) / layout.tp
+    streams = 1 if layout.bp == layout.cp else workload.views + 1
+    shared = streams * workload.length / layout.cp
+    pieces = layout.cp if layout.transport == "allgather" else 2  # the current and the next
+    moving = shared * 2 * keys * ((1 + pieces) * ITEM + (1 + pieces) * 4)
+    return (sums + kernel + moving) / layout.tp
+
+
+# ---- a step ----------------------------------------------------------------------------------------
+
+
+def predict(model: Model, machine: Machine, workload: Workload, layout: Layout) -> Prediction:
+    """Everything about one step under a legal layout."""
+    gpu, efficiency = machine.gpu, machine.efficiency
+    rows = rank_share(layout, workload, workload.length, workload.length)
+    runs = 4 if layout.recompute else 3
+    linear = 2 * model.parameters_per_row * rows * runs / (layout.tp * layout.pp)
+    scored = workload.scored_share * workload.views * workload.length / layout.cp
+    head = 3 * 2 * model.hidden * model.vocabulary * scored / layout.tp
+    layers = [(kind.count / layout.pp, attention_layer(model, kind, machine, workload, layout)) for kind in model.kinds]
+    attention = {name: sum(count * getattr(cost, name) for count, cost in layers) for name in LayerCost.__annotations__}
+    moves = _other_bytes(model, workload, layout, rows)
+    spans = layout.tp * layout.ep > gpu.gpus_per_node
+    tensor = moves["tensor parallel"] / gpu.node_bandwidth / efficiency.link
+    experts = moves["experts"] / (gpu.network_bandwidth if spans else gpu.node_bandwidth) / efficiency.link
+    stage = (linear + head) / (gpu.peak_flops * efficiency.linear) + attention["seconds"] + tensor + experts
+    micro = layout.micro_batches(workload)
+    pipeline = stage * (micro + layout.pp - 1)
+    reduce = moves["gradients and parameters"] / gpu.network_bandwidth / efficiency.link
+    step = pipeline + max(0.0, reduce - 0.5 * pipeline)  # it overlaps with backward and the next forward
+    parts = memory(model, workload, layout)
+    per_step = {name: value * micro for name, value in moves.items() if name != "gradients and parameters"}
+    return Prediction(
+        layout, parts,
+        {"linear": linear * micro, "output layer": head * micro, "attention": attention["flops"] * micro},
+        {
+            "attention": attention["bytes_mean"] * micro, "attention between nodes": attention["bytes_between"] * micro,
+            **per_step, "gradients and parameters": moves["gradients and parameters"],
+        },
+        {
+            "step": step, "linear": linear * micro / (gpu.peak_flops * efficiency.linear), "attention": attention["seconds"] * micro,
+            "attention exposed": attention["exposed"] * micro, "tensor parallel": tensor * micro, "experts": experts * micro,
+            "pipeline bubble": stage * (layout.pp - 1), "gradients exposed": step - pipeline,
+        },
+        workload.clean_tokens / step,
+        sum(parts.values()) <= gpu.memory * efficiency.memory_fill,
+    )
+
+
+def _other_bytes(model: Model, workload: Workload, layout: Layout, rows: float) -> dict[str, float]:
+    """Bytes a rank sends beside attention: of one micro-batch, and for gradients of a step."""
+    layers = model.layers / layout.pp
+    hidden = rows * model.hidden * ITEM
+    # sequence parallel: two gathers and two scatters a layer and direction, one gather more in backward for each linear pair
+    tensor = layers * 10 * hidden * (layout.tp - 1) / layout.tp
+    experts = layers * 4 * hidden * model.experts_per_token * (layout.ep - 1) / layout.ep / layout.tp
+    own = model.dense_parameters / (layout.tp * layout.pp) + model.embedding_parameters / layout.tp / layout.pp
+    own += model.expert_parameters / (layout.tp * layout.pp * layout.ep)
+    together = layout.dp * layout.cp
+    return {
+        "tensor parallel": tensor, "experts": experts,
+        "pipeline": 2 * hidden / layout.tp if layout.pp > 1 else 0.0,
+        "gradients and parameters": own * (4 + ITEM) * (together - 1) / together,
+    }
