@@ -102,7 +102,8 @@ def attention_area(workload: Workload, window: Optional[int]) -> tuple[float, fl
         both = length * (length + block) / 2
         return both, both
     earlier = length * window - window * window / 2
-    return earlier - length + length * block, earlier
+    # a noisy row: W - 1 keys before its block, and the block; a clean row: W keys, and the rest of its block
+    return earlier - length + length * block, earlier + length * (block - 1) / 2
 
 
 def rank_share(layout: Layout, workload: Workload, noisy: float, clean: float) -> float:
