@@ -175,7 +175,7 @@ ARCHITECTURES = (
         ),
         flags=("--qk-layernorm", *_MOE_FLAGS),
         required=dict(hidden_act="silu", attention_bias=False, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]),
-        window="layer types",
+        window="every layer",
     ),
     Architecture(
         "mixtral", "MixtralForCausalLM", _OUTER + _attention() + _experts("block_sparse_moe", "w1", "w3", "w2"),

@@ -124,7 +124,7 @@ def _window_flags(config: Any, architecture: Architecture) -> list[str]:
     if architecture.window == "none" or width is None:
         return []
     flags = ["--window-size", f"{width - 1},0"]
-    return flags if layers is None or all(layers) else [*flags, "--window-attn-skip-freq", f"({layers})"]
+    return flags if layers is None or all(layers) else [*flags, "--window-attn-skip-freq", str(layers).replace(" ", "")]
 
 
 def sizes_of(args: Any, vocab: int, padded_vocab: int) -> Sizes:

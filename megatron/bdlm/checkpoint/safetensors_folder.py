@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from megatron.bdlm.checkpoint.layout import ConversionError
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -78,6 +78,8 @@ def _files(folder: Path) -> list[Path]:
         if missing:
             raise ConversionError(f"{folder / INDEX} names files that are not there: {', '.join(missing)}")
         return [folder / name for name in names]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]  # some folders hold the same weights a second time, in another layout
     found = sorted(folder.glob("*.safetensors"))
     if not found:
         raise ConversionError(f"{folder}: no *.safetensors file in it; other kinds of weights are not read")
@@ -127,7 +129,7 @@ def write_folder(
         ConversionError: `make` gave another shape or type than announced.
     """
     shards = _shards(groups, shard_bytes)
-    names = ["model.safetensors"] if len(shards) == 1 else [
+    names = [SINGLE] if len(shards) == 1 else [
         f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
     ]
     for name, shard in zip(names, shards):
