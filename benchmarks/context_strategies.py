@@ -5,8 +5,9 @@
     python benchmarks/context_strategies.py --nodes 2 --ranks-per-node 4 --ratios 0 3 --key-heads 8 ...
 
 Ranks run on an emulated cluster (`cluster.py`). A *ratio* r sets the link rate at which `cp/ring` between these nodes communicates
-r times as long as it computes: its busiest link's bytes over r times its computation, measured at the start of the run (0: no
-limit). The ratio that was met in the end stands in the result, from the communication and computation of the same rounds.
+r times as long as it computes: its busiest link's bytes over r times its computation, measured at the start of the run, corrected
+once by the time that its communication then took (0: no limit). The ratio that was met in the end stands in the result, from the
+communication and computation of the same rounds.
 
 Every round runs every way once, in alternating order, from a common barrier; the time of a step (forward and backward of one
 layer) is that of its slowest rank; figures are medians over rounds, ratios are medians of ratios within a round. Beside every step stand its
@@ -83,6 +84,14 @@ def measure_point(ways: dict[str, Way], repeats: int) -> dict[str, dict[str, lis
     return found
 
 
+def limit(rate: float | None) -> bool:
+    """Rank 0 sets the rate of every link; whether there are links to limit."""
+    dist.barrier()
+    done = torch.tensor(float(dist.get_rank() == 0 and set_rate(rate)))
+    dist.all_reduce(done)
+    return bool(done)
+
+
 def measure_on_rank(args: argparse.Namespace) -> None:
     """Body of a rank; rank 0 writes the result."""
     torch.set_num_threads(1)
@@ -99,19 +108,18 @@ def measure_on_rank(args: argparse.Namespace) -> None:
     points = []
     for ratio in args.ratios:
         rate = rate_for_ratio(ratio, computation, busiest_link(described["cp/ring"], args.ranks_per_node)) if ratio else None
-        dist.barrier()
-        if dist.get_rank() == 0:
-            limited = set_rate(rate)
-        else:
-            limited = True
+        limited = limit(rate)
+        if limited and ratio:
+            # steps wait for each other and packets have headers: correct the rate by what the ring took
+            met = timed(ways["cp/ring"], "communicate") / computation
+            rate *= met / ratio
+            limit(rate)
         point = {"ratio": ratio, "rate_mbit": rate if limited else None, "seconds": measure_point(ways, args.repeats)}
         points.append(point)
         if dist.get_rank() == 0:
             # written after every point: an interrupted sweep keeps what it has
             Path(args.worker).write_text(json.dumps({"ways": described, "points": points}))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        set_rate(None)
+    limit(None)
     dist.destroy_process_group()
 
 

@@ -82,6 +82,8 @@ def run_side(args: argparse.Namespace, side: str, pair: int, folder: Path) -> tu
     events, save = folder / "tensorboard", folder / "checkpoints"
     flags = [*args.flags, *shlex.split(getattr(args, side)), "--seed", str(args.seed + pair)]
     flags += ["--tensorboard-dir", str(events), "--save", str(save), "--tensorboard-log-interval", "1", "--log-interval", "1"]
+    if "--save-interval" not in flags:
+        flags += ["--save-interval", "1000000000"]  # --save, which the resolved options stand beside, needs one
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "output.log", "w") as output:
         process = subprocess.Popen(
