@@ -114,17 +114,18 @@ EVAL_AND_LOGGING_ARGS=(
     --save-interval 75
     --ckpt-format torch_dist
     --tensorboard-dir "$RUN_DIR/tensorboard"
-    --log-throughput
 )
 
-# Lines of Megatron's output that are shown; all of it is in train.log.
-SHOWN=' iteration +[0-9]+/|validation loss at|(saving|successfully saved|loading|successfully loaded) .*checkpoint|^  bdlm_|block diffusion options|[A-Za-z]+Error(: |$)'
+# What is shown of Megatron's output (all of it is in train.log): these lines, without these fields.
+LINES=' iteration +[0-9]+/|validation loss at|(saving|successfully saved|loading|successfully loaded) .*checkpoint|^  bdlm_|block diffusion options|[A-Za-z]+Error(: |$)'
+FIELDS='consumed samples|throughput per GPU|learning rate|global batch size|lm loss|diffusion loss per|masked fraction|supervised tokens|parts without|processed rows/s|peak memory|ppl bound|loss scale|number of|[a-z ]+ PPL'
+summary() { grep --line-buffered -E "$LINES" | sed -u -E "s#\| *($FIELDS)[^|]*##g; s# *\|? *\$##" || true; }
 
 # Trains from the newest checkpoint, or from random weights when there is none; the arguments are further flags.
 train() {
     if ! torchrun "${DISTRIBUTED_ARGS[@]}" pretrain_bdlm.py "$@" \
         "${MODEL_ARGS[@]}" "${BDLM_ARGS[@]}" "${TRAINING_ARGS[@]}" "${MODEL_PARALLEL_ARGS[@]}" "${DATA_ARGS[@]}" \
-        "${EVAL_AND_LOGGING_ARGS[@]}" 2>&1 | tee -a "$RUN_DIR/train.log" | { grep --line-buffered -E "$SHOWN" || true; }; then
+        "${EVAL_AND_LOGGING_ARGS[@]}" 2>&1 | tee -a "$RUN_DIR/train.log" | summary; then
         echo "error: training failed; the whole output is in $RUN_DIR/train.log" >&2
         exit 1
     fi

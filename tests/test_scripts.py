@@ -169,3 +169,22 @@ def test_run_sh_passes_arguments_and_the_exit_code_on():
     script, environment = ROOT / "tests" / "run.sh", {**os.environ, "BDLM_PYTHON": sys.executable}
     nothing = subprocess.run(["bash", script, "-q", "-k", "no_such_test", "tests/test_scripts.py"], env=environment, capture_output=True, text=True)
     assert nothing.returncode == 5  # pytest's "no tests collected"
+
+
+@pytest.mark.slow
+def test_the_quickstart_runs_resumes_and_judges_itself(tmp_path):
+    """A few iterations only: every stage leaves its result, and the last check must say that too little was learned."""
+    run = tmp_path / "run"
+    environment = {
+        **os.environ, "BDLM_PYTHON": sys.executable, "RUN_DIR": str(run), "TRAIN_ITERS": "4", "CORPUS_MB": "0.5", "NPROC": "2",
+        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = ["bash", str(ROOT / "examples" / "quickstart.sh")]
+    first = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    output = first.stdout + first.stderr
+    assert first.returncode == 1 and "not below the unigram entropy" in first.stderr, output[-4000:]
+    assert "loading distributed checkpoint" in first.stdout and "at iteration 2" in first.stdout
+    assert (run / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert "tokens per forward" in (run / "sample.txt").read_text()
+    again = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert again.stdout.count("done before: checkpoint of iteration 4") == 2, again.stdout[-4000:]
