@@ -20,14 +20,11 @@ class GGUFFile:
     """Tensors of a GGUF file as float32.
 
     Args:
+        reader: what `open_gguf` returned.
         heads, groups: query and key-value heads, to undo the permutation of `llama` files.
-
-    Raises:
-        ConversionError: the package `gguf` is missing, or the file is broken.
     """
 
-    def __init__(self, path: Path, heads: int, groups: int):
-        reader = open_gguf(path)
+    def __init__(self, reader: Any, heads: int, groups: int):
         architecture = reader.fields["general.architecture"].contents()
         self._permuted = {"self_attn.q_proj": heads, "self_attn.k_proj": groups} if architecture == "llama" else {}
         self._stored: dict[str, Any] = {_hugging_face_name(tensor.name): tensor for tensor in reader.tensors}

@@ -19,7 +19,7 @@ import torch
 
 from megatron.bdlm.checkpoint.architectures import Architecture, Part, Rule, architecture_of, architecture_of_arguments
 from megatron.bdlm.checkpoint.folders import new_folder
-from megatron.bdlm.checkpoint.gguf_file import GGUFFile
+from megatron.bdlm.checkpoint.gguf_file import GGUFFile, open_gguf
 from megatron.bdlm.checkpoint.layout import LAYOUTS, ConversionError, Sizes
 from megatron.bdlm.checkpoint.model_options import config_of, flags_of, is_gguf, padded, read_config, rotary_base, sizes_of
 from megatron.bdlm.checkpoint.safetensors_folder import NewTensor, SafetensorsFolder, TensorInfo, TensorSource, write_folder
@@ -68,10 +68,11 @@ def open_source(path: Path) -> Source:
     """
     if not path.exists():
         raise ConversionError(f"{path}: no such folder or file")
+    file = open_gguf(path) if is_gguf(path) else None
     config = read_config(path)
     architecture = architecture_of(config.model_type)
-    if is_gguf(path):
-        tensors: TensorSource = GGUFFile(path, config.num_attention_heads, config.num_key_value_heads)
+    if file is not None:
+        tensors: TensorSource = GGUFFile(file, config.num_attention_heads, config.num_key_value_heads)
     else:
         tensors = SafetensorsFolder(path)
     return Source(path, config, architecture, tensors)

@@ -158,6 +158,8 @@ def config_of(
         hidden_act="silu", vocab_size=sizes.vocab, num_key_value_heads=sizes.groups, head_dim=sizes.head,
         tie_word_embeddings=not args.untie_embeddings_and_output_weights, rope_parameters=_rope_parameters(args),
     )
+    if sizes.head == sizes.hidden // sizes.heads and (base or {}).get("head_dim") is None:
+        del config["head_dim"]  # what every family takes it to be
     config |= _window_of(args, architecture)
     if getattr(args, "bdlm_mask_token_id", None) is not None:
         config |= {key: getattr(args, attribute) for key, attribute in BDLM_KEYS.items()}

@@ -94,7 +94,9 @@ def _extended(source: TokenizerSource, token: Optional[str], token_id: Optional[
     if token_id is not None and token_id < len(tokenizer):
         if token is not None and tokenizer.convert_tokens_to_ids(token) != token_id:
             raise ConversionError(f"--mask-token {token} is not the token --mask-token-id {token_id}; give one of the two flags")
-        token = tokenizer.convert_ids_to_tokens(token_id) if token_id >= 0 else None
+        if token_id < 0:
+            raise ConversionError(f"--mask-token-id {token_id}: ids begin at 0. A legal value: {len(tokenizer)}, one new row")
+        token = tokenizer.convert_ids_to_tokens(token_id)
     elif token is None and token_id is not None:
         token = NEW_TOKEN
     if token is not None:
