@@ -34,6 +34,7 @@ from megatron.bdlm.testing.training_run import REPOSITORY, command, environment
 SIDES = ("baseline", "candidate")
 # options that differ between any two runs: where they write, and the seed of the pair (equal within it)
 OWN = {"tensorboard_dir", "save", "seed", "rank", "local_rank"}
+DERIVED = {"hierarchical_context_parallel_sizes"}  # follows from --block-parallel-size, which is compared itself
 # 97.5% points of Student's t for 1, 2, .. degrees of freedom (any statistics table)
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
@@ -123,7 +124,7 @@ def unwanted_differences(args: argparse.Namespace, options: dict[str, dict]) -> 
     named = set()
     for side in SIDES:
         named |= {part.split("=")[0].removeprefix("--").replace("-", "_") for part in shlex.split(getattr(args, side)) if part.startswith("--")}
-    named |= OWN | set(args.may_differ)
+    named |= OWN | DERIVED | set(args.may_differ)
     first, second = (options[side] for side in SIDES)
     return [
         f"{name}: {first.get(name)!r} against {second.get(name)!r}"
