@@ -224,7 +224,7 @@ def grid(size: int) -> list[Case]:
         for strategy in strategies(size):
             if shape in FEW_BLOCKS and not (strategy["strategy"] == "cp" or strategy.get("block_parallel_size") == 1):
                 continue
-            chosen = transports if number in (0, 6) else turn.sample(transports, 2)
+            chosen = transports if number in (0, 6) else turn.sample(transports, 1)
             for transport in chosen if size > 1 else transports[:1]:
                 options = {**shape, **transport, "plan": {**shape["plan"], **strategy}, "seed": number}
                 cases.append(Case(**options))

@@ -33,7 +33,7 @@ def run_distributed(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 180.0,
+    timeout: float = 600.0,
     ranks_per_node: int | None = None,
     environment: dict[str, str] | None = None,
 ) -> list[Any]:
