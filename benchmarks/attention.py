@@ -17,7 +17,8 @@ little; `--clock wall` reads the wall. `outside kernels` is the share of our tim
 (merging, sums, Python).
 
 `ranks` (4 gloo processes on this machine, no network limit): csbp over direct against conventional context
-parallelism over a ring that skips empty work and overlaps too; wall clock of the slowest rank, interleaved.
+parallelism over a ring that skips empty work and overlaps too; wall clock of the slowest rank, interleaved. `cpu
+ratio` compares the processor time of all ranks: on a machine with other work it is the steadier figure.
 """
 
 import argparse
@@ -172,12 +173,13 @@ def measure_on_rank(length: int, block_size: int, repeats: int) -> dict:
     for name, (strategy, transport) in WAYS.items():
         plan = SequencePlan.build(length, block_size, dist.get_world_size(), rank=dist.get_rank(), strategy=strategy)
         calls[name] = plan, transport, random_leaves(plan.s_local, 1, HEADS, HEAD_SIZE)
-        found[name] = {"forward": [], "backward": []}
+        found[name] = {"forward": [], "backward": [], "cpu": []}
     for repetition in range(repeats + 1):
         for name in list(WAYS) if repetition % 2 else list(WAYS)[::-1]:
             plan, transport, inputs = calls[name]
             traffic()
             dist.barrier()
+            processor = time.process_time()
             start = time.perf_counter()
             out = block_diffusion_attention(*inputs, plan, transport=transport)
             dist.barrier()
@@ -187,6 +189,7 @@ def measure_on_rank(length: int, block_size: int, repeats: int) -> dict:
             if repetition:
                 found[name]["forward"].append(middle - start)
                 found[name]["backward"].append(time.perf_counter() - middle)
+                found[name]["cpu"].append(time.process_time() - processor)
             found[name]["bytes"] = traffic()
     return found
 
@@ -204,6 +207,7 @@ def measure_ranks(length: int, block_size: int, repeats: int, ranks: int) -> dic
         row["ways"][name] = {
             **{f"{direction}_seconds": statistics.median(times) for direction, times in slowest.items()},
             "seconds": statistics.median(whole),
+            "cpu_seconds": statistics.median(map(sum, zip(*(found[name]["cpu"] for found in results)))),
             "all_seconds": whole,
             "bytes_sent": {
                 direction: sum(found[name]["bytes"][direction]["sent"] for found in results)
@@ -212,6 +216,8 @@ def measure_ranks(length: int, block_size: int, repeats: int, ranks: int) -> dic
         }
     ring, direct = (row["ways"][name]["all_seconds"] for name in ("cp/ring", "csbp/direct"))
     row["ratio"] = statistics.median(slow / fast for slow, fast in zip(ring, direct))
+    ring, direct = (row["ways"][name]["cpu_seconds"] for name in ("cp/ring", "csbp/direct"))
+    row["cpu_ratio"] = ring / direct
     return row
 
 
@@ -232,14 +238,14 @@ def print_local(rows: list[dict]) -> None:
 
 
 def print_ranks(rows: list[dict]) -> None:
-    print(f"{'L':>6} {'S':>4} {'ranks':>5} | cp/ring s  csbp/direct s  ratio | MB sent cp/ring  csbp/direct")
+    print(f"{'L':>6} {'S':>4} {'ranks':>5} | cp/ring s  csbp/direct s  ratio  cpu ratio | MB sent cp/ring  csbp/direct")
     for row in rows:
         ring, direct = row["ways"]["cp/ring"], row["ways"]["csbp/direct"]
         sent = [sum(way["bytes_sent"].values()) / 1e6 for way in (ring, direct)]
         print(
             f"{row['length']:6d} {row['block_size']:4d} {row['ranks']:5d} | "
             f"{ring['seconds']:9.3f} {direct['seconds']:14.3f} "
-            f"{row['ratio']:6.3f} | {sent[0]:15.1f} {sent[1]:12.1f}"
+            f"{row['ratio']:6.3f} {row['cpu_ratio']:10.3f} | {sent[0]:15.1f} {sent[1]:12.1f}"
         )
 
 
