@@ -1,5 +1,8 @@
 """The planner's bytes are the counters' bytes, on real ranks; the closed form is the plan's; balance is the measured areas'."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,10 +10,12 @@ import torch.distributed as dist
 from megatron.bdlm.attention.functional import block_diffusion_attention
 from megatron.bdlm.parallel.exchange import traffic
 from megatron.bdlm.parallel.plan import SequencePlan
-from megatron.bdlm.planner.costs import Layout, Workload
+from megatron.bdlm.planner.costs import Layout, Workload, layer_buffers
 from megatron.bdlm.planner.search import exact_balance
 from megatron.bdlm.planner.traffic import Sizes, exact, needs
 from megatron.bdlm.testing.distributed import run_distributed
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks
 
 QUERY_HEADS, KEY_HEADS, HEAD_SIZE = 4, 2, 8
 CASES = [
@@ -71,3 +76,23 @@ def test_balance_is_that_of_the_computed_areas(length, block):
     workload, layout = Workload(length, block, 1), Layout(cp=4, bp=4)
     areas = [SequencePlan.build(length, block, 4, rank=rank).program().area for rank in range(4)]
     assert exact_balance(workload, layout) == pytest.approx(max(areas) * 4 / sum(areas), rel=0.02)
+
+
+def peaks_on_rank(ways):
+    from benchmarks.context_ways import Shape, make_way
+
+    shape = Shape(length=2048, block_size=32, query_heads=8, key_heads=2, head_size=64)
+    found = {}
+    for name in ways:
+        way = make_way(name, shape, 2)
+        way.step()  # plans and index tensors are made once, not counted
+        found[name] = way.peak_bytes(), way.plan.s_local, len(way.program.shared[0])
+    return found
+
+
+def test_predicted_peak_of_attention_is_within_ten_percent_of_the_measured_one():
+    ways = ["csbp/direct", "csbp/ring", "csbp/hierarchical", "csbp/allgather", "cp/ring", "cp/allgather"]
+    for found in run_distributed(peaks_on_rank, 4, ways):
+        for name, (peak, rows, shared) in found.items():
+            predicted = layer_buffers(rows, shared, 4, name.partition("/")[2], 8 * 64, 2 * 64, item=4)
+            assert predicted == pytest.approx(peak, rel=0.10), name

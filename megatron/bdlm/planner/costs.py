@@ -192,18 +192,36 @@ def memory(model: Model, workload: Workload, layout: Layout) -> dict[str, float]
 
 
 def attention_buffers(model: Model, workload: Workload, layout: Layout, rows: float) -> float:
-    """Held during one layer's backward beyond what is kept: sums in float32 and pieces under way."""
-    widest = max(model.query_heads * kind.head_size for kind in model.kinds if not kind.linear)
-    keys = max(kind.key_heads * kind.head_size for kind in model.kinds if not kind.linear)
-    sums = rows * 4 * (widest + 2 * keys)  # dq, dk, dv
-    kernel = rows * ITEM * 2 * widest  # dout, and a kernel call's dq
-    if layout.cp == 1 or layout.strategy == "bp":
-        return (sums + kernel) / layout.tp
+    """Of the widest kind of layer; the output is counted here and in the activations, once too often."""
+    kinds = [kind for kind in model.kinds if not kind.linear]
+    widest = max(model.query_heads * kind.head_size for kind in kinds)
+    keys = max(kind.key_heads * kind.head_size for kind in kinds)
     streams = 1 if layout.bp == layout.cp else workload.views + 1
-    shared = streams * workload.length / layout.cp
-    pieces = layout.cp if layout.transport == "allgather" else 2  # the current and the next
-    moving = shared * 2 * keys * ((1 + pieces) * ITEM + (1 + pieces) * 4)
-    return (sums + kernel + moving) / layout.tp
+    shared = 0.0 if layout.cp == 1 or layout.strategy == "bp" else streams * workload.length / layout.cp
+    return layer_buffers(rows, shared, layout.cp, layout.transport, widest, keys) / layout.tp
+
+
+def layer_buffers(
+    rows: float, shared: float, ranks: int, transport: str, query_width: int, key_width: int, item: int = ITEM
+) -> float:
+    """Peak of one layer's forward and backward beyond its inputs, in bytes; it falls into backward.
+
+    Args:
+        rows: local rows; shared: those that travel; query_width, key_width: heads times head size.
+
+    A query-side row has the output, copies of q, dout and out folded by head groups, a kernel's dq, and the float32 sum of dq;
+    a key-side row a kernel's dk and dv and their float32 sums; a travelling row K and V as sent and in the pieces under way,
+    each with a float32 gradient: the current and the next piece; under hierarchical two landings and the piece handed on;
+    under allgather every rank's, and at the end the reduction's own copy of all gradients, when kernels are done.
+    """
+    query_side, key_side = rows * query_width, rows * 2 * key_width
+    travelling = shared * 2 * key_width
+    pieces = {"allgather": ranks, "hierarchical": 3}.get(transport, 2)
+    during = query_side * (5 * item + 4) + (key_side + travelling * (1 + pieces)) * (item + 4)
+    if transport != "allgather":
+        return during
+    at_end = query_side * (4 * item + 4) + key_side * 4 + travelling * (ranks * (item + 4 + 4) + item + 4 + 4)
+    return max(during, at_end)
 
 
 # ---- a step ----------------------------------------------------------------------------------------
