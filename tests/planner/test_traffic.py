@@ -91,7 +91,7 @@ def peaks_on_rank(ways):
 
 
 def test_predicted_peak_of_attention_is_within_ten_percent_of_the_measured_one():
-    ways = ["csbp/direct", "csbp/ring", "csbp/hierarchical", "csbp/allgather", "cp/ring", "cp/allgather"]
+    ways = ["csbp/direct", "csbp/ring", "csbp/hierarchical", "cp/ring"]
     for found in run_distributed(peaks_on_rank, 4, ways):
         for name, (peak, rows, shared) in found.items():
             predicted = layer_buffers(rows, shared, 4, name.partition("/")[2], 8 * 64, 2 * 64, item=4)
