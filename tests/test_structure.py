@@ -18,7 +18,8 @@ LEVEL = {
 
 PURE = ["parallel/plan.py", "parallel/blocks.py", "parallel/intervals.py", "parallel/layout.py", "parallel/placement.py",
         "parallel/program.py", "parallel/relations.py", "parallel/staircase.py", "parallel/batches.py",
-        "data/noise.py", "data/schedules.py"]
+        "data/noise.py", "data/schedules.py",
+        *(f"planner/{path.name}" for path in sorted((PACKAGE / "planner").glob("*.py")))]
 """Files that import neither torch.distributed nor Megatron."""
 
 

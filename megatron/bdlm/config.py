@@ -123,7 +123,7 @@ class BDLMConfig:
     """Data type of key and value gradients on the wire; they are always summed in float32 (float64 inputs: float64)."""
 
     bdlm_attention_kernel: str = "auto"
-    """Kernel of the dense attention tiles: auto, torch, flash_attn, transformer_engine, flex."""
+    """Kernel of the dense attention tiles: auto, torch, flash_attn, transformer_engine, flex, math."""
 
     bdlm_noisy_rows: Literal["targets", "all"] = "targets"
     """Which blocks have noisy rows: those with a supervised token (prompts have none), or all."""
