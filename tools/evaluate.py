@@ -33,10 +33,16 @@ from megatron.bdlm.training import evaluation  # noqa: E402
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load", required=True, metavar="FOLDER", help="checkpoint folder (--save of the run, or one iter_* in it)")
-    parser.add_argument("--text", type=Path, help="held-out text: .txt (one document), .jsonl (one a line), or a folder of them")
+    parser.add_argument(
+        "--load", required=True, metavar="FOLDER", help="checkpoint folder (--save of the run, or one iter_* in it)"
+    )
+    parser.add_argument(
+        "--text", type=Path, help="held-out text: .txt (one document), .jsonl (one a line), or a folder of them"
+    )
     parser.add_argument("--json-key", default="text", help="key of the text in a .jsonl (default: %(default)s)")
-    parser.add_argument("--choices", type=Path, help=".jsonl of questions: context, choices, answer (number of the right choice)")
+    parser.add_argument(
+        "--choices", type=Path, help=".jsonl of questions: context, choices, answer (number of the right choice)"
+    )
     parser.add_argument("--draws", type=int, default=4, help="draws of the noise (default: %(default)s)")
     parser.add_argument("--seq-length", type=int, help="tokens of a sample (default: the run's)")
     parser.add_argument("--limit", type=int, help="samples or questions at most")
@@ -95,7 +101,12 @@ def evaluate_choices(args, likelihood, tokenizer, first: bool) -> dict:
     questions = read_questions(args.choices)[: args.limit]
     with tqdm(total=len(questions), desc="questions", disable=not first) as bar:
         return evaluation.evaluate_choices(
-            likelihood, questions, lambda text: list(map(int, tokenizer.tokenize(text))), args.draws, args.batch, bar.update
+            likelihood,
+            questions,
+            lambda text: list(map(int, tokenizer.tokenize(text))),
+            args.draws,
+            args.batch,
+            bar.update,
         )
 
 
@@ -107,9 +118,15 @@ def main() -> int:
     if args.dtype is not None:
         saved.params_dtype = getattr(torch, args.dtype)
         saved.bf16, saved.fp16 = args.dtype == "bfloat16", False
-    tokenizer = load_tokenizer(TokenizerSource(
-        saved.tokenizer_type, args.tokenizer_model or saved.tokenizer_model, saved.vocab_file, saved.merge_file, saved.vocab_size
-    ))
+    tokenizer = load_tokenizer(
+        TokenizerSource(
+            saved.tokenizer_type,
+            args.tokenizer_model or saved.tokenizer_model,
+            saved.vocab_file,
+            saved.merge_file,
+            saved.vocab_size,
+        )
+    )
     device = loading.initialize_processes(args.tensor_model_parallel_size, args.seed)
     model = loading.load_model(checkpoint, saved, args.tensor_model_parallel_size, device).model
 
@@ -119,9 +136,17 @@ def main() -> int:
     config = config_from_args(saved)
     likelihood = evaluation.Likelihood(row_likelihood, config, args.seed, saved.bdlm_tokenizer_vocab_size, device)
     first = torch.distributed.get_rank() == 0
-    result = {"checkpoint": str(checkpoint), "block_size": config.bdlm_block_size, "label_shift": config.bdlm_label_shift, "seed": args.seed}
+    result = {
+        "checkpoint": str(checkpoint),
+        "block_size": config.bdlm_block_size,
+        "label_shift": config.bdlm_label_shift,
+        "seed": args.seed,
+    }
     if args.text is not None:
-        result["text"] = {"file": str(args.text), **evaluate_text(args, likelihood, tokenizer, args.seq_length or saved.seq_length, first)}
+        result["text"] = {
+            "file": str(args.text),
+            **evaluate_text(args, likelihood, tokenizer, args.seq_length or saved.seq_length, first),
+        }
     if args.choices is not None:
         result["choices"] = {"file": str(args.choices), **evaluate_choices(args, likelihood, tokenizer, first)}
     if first:
@@ -137,14 +162,23 @@ def report(result: dict) -> None:
     if "text" in result:
         text = result["text"]
         around = "" if text["nelbo_95"] is None else f" +- {text['nelbo_95']:.4f} (95%, {text['draws']} draws)"
-        print(f"NELBO {text['nelbo']:.4f}{around} nats per token, PPL bound {text['ppl_bound']:.3f}, {text['tokens']} tokens")
+        print(
+            f"NELBO {text['nelbo']:.4f}{around} nats per token, "
+            f"PPL bound {text['ppl_bound']:.3f}, {text['tokens']} tokens"
+        )
         for level in text["by_noise_level"]:
             if level["nelbo"] is not None and level["masked_cross_entropy"] is not None:
-                print(f"  t {level['t'][0]:.1f}-{level['t'][1]:.1f}  NELBO {level['nelbo']:.4f}  masked cross entropy {level['masked_cross_entropy']:.4f}")
+                print(
+                    f"  t {level['t'][0]:.1f}-{level['t'][1]:.1f}  NELBO {level['nelbo']:.4f}  "
+                    f"masked cross entropy {level['masked_cross_entropy']:.4f}"
+                )
     if "choices" in result:
         choices = result["choices"]
         for name in ("accuracy", "accuracy_per_byte"):
-            print(f"{name.replace('_', ' ')} {choices[name]:.3f} +- {choices[name + '_standard_error']:.3f} over {choices['questions']} questions")
+            print(
+                f"{name.replace('_', ' ')} {choices[name]:.3f} +- {choices[name + '_standard_error']:.3f} "
+                f"over {choices['questions']} questions"
+            )
 
 
 if __name__ == "__main__":

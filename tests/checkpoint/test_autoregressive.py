@@ -21,8 +21,13 @@ from megatron.bdlm.training.arguments import arguments_of  # noqa: E402
 from tests.checkpoint.tiny import save_model  # noqa: E402
 
 RECIPE = dict(
-    bdlm_recipe=None, bdlm_block_size=8, bdlm_block_size_schedule=None, bdlm_label_shift="next", bdlm_clean_attention="block-causal",
-    bdlm_noisy_attention="bidirectional", bdlm_keep_mask_logit=True,
+    bdlm_recipe=None,
+    bdlm_block_size=8,
+    bdlm_block_size_schedule=None,
+    bdlm_label_shift="next",
+    bdlm_clean_attention="block-causal",
+    bdlm_noisy_attention="bidirectional",
+    bdlm_keep_mask_logit=True,
 )
 
 
@@ -38,7 +43,12 @@ def imported(tmp_path_factory):
 
 def _convert(imported, save, name="llama", *, mask_token=None, mask_token_id=None, mask_init=None, **chosen):
     wishes = SimpleNamespace(
-        mask_token=mask_token, mask_token_id=mask_token_id, mask_init=mask_init, mask_seed=1, tokenizer_model=None, **{**RECIPE, **chosen}
+        mask_token=mask_token,
+        mask_token_id=mask_token_id,
+        mask_init=mask_init,
+        mask_seed=1,
+        tokenizer_model=None,
+        **{**RECIPE, **chosen},
     )
     plan = conversion.plan_of(wishes, imported / name / "megatron" / "release")
     report = autoregressive.convert(plan, save)
@@ -70,7 +80,9 @@ def test_new_row_behind_the_vocabulary(imported, tmp_path):
 
 def test_more_rows_where_the_old_ones_are_full(imported, tmp_path):
     save_model(tmp_path / "source", "qwen3, yarn", tokenizer=True, vocab_size=128)
-    huggingface.import_model(huggingface.open_source(tmp_path / "source"), tmp_path / "qwen3, yarn" / "megatron", arguments_of)
+    huggingface.import_model(
+        huggingface.open_source(tmp_path / "source"), tmp_path / "qwen3, yarn" / "megatron", arguments_of
+    )
     checkpoint, report = _convert(tmp_path, tmp_path / "bdlm", "qwen3, yarn", mask_token="<|mask|>", mask_init="mean")
     before = CheckpointFolder(tmp_path / "qwen3, yarn" / "megatron" / "release")
     for name in (EMBEDDING, OUTPUT):
@@ -103,7 +115,10 @@ def test_existing_special_token_keeps_its_row(imported, tmp_path):
         (dict(mask_token="</s>", mask_token_id=3), "is not the token --mask-token-id 3"),
         (dict(mask_token="<|mask|>", mask_init="keep"), "--mask-init keep: token 100 has no row yet"),
         (dict(mask_token="<|mask|>", mask_init="copy:100"), "--mask-init copy:100: the vocabulary has tokens 0 to 99"),
-        (dict(mask_token="<|mask|>", mask_init="zeros"), "--mask-init zeros: known are mean, mean.noise, copy:ID, keep"),
+        (
+            dict(mask_token="<|mask|>", mask_init="zeros"),
+            "--mask-init zeros: known are mean, mean.noise, copy:ID, keep",
+        ),
         (dict(mask_token="<|mask|>", bdlm_block_size=0), "--bdlm-block-size 0"),
     ],
 )

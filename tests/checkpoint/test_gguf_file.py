@@ -48,7 +48,11 @@ def _write(path, kind, name, quantized, extra=(), **changes):
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    names = {theirs.format(layer=layer): ours.format(layer=layer) for ours, theirs in GGUF_NAMES.items() for layer in range(2)}
+    names = {
+        theirs.format(layer=layer): ours.format(layer=layer)
+        for ours, theirs in GGUF_NAMES.items()
+        for layer in range(2)
+    }
     for key, tensor in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -71,7 +75,13 @@ def _write(path, kind, name, quantized, extra=(), **changes):
 
 @pytest.mark.parametrize(
     "kind, name, quantized",
-    [("llama", "llama", None), ("llama", "llama untied, theta 1e4+0.5", F16), ("llama", "llama", Q8_0), ("qwen2", "qwen2 tied", None), ("qwen3", "qwen3 tied", F16)],
+    [
+        ("llama", "llama", None),
+        ("llama", "llama untied, theta 1e4+0.5", F16),
+        ("llama", "llama", Q8_0),
+        ("qwen2", "qwen2 tied", None),
+        ("qwen3", "qwen3 tied", F16),
+    ],
 )
 def test_tensors_are_those_of_transformers(kind, name, quantized, tmp_path):
     from transformers import AutoModelForCausalLM
@@ -91,13 +101,28 @@ def test_tensors_are_those_of_transformers(kind, name, quantized, tmp_path):
     huggingface.export_model(CheckpointFolder(tmp_path / "megatron" / "release"), tmp_path / "exported")
     exported = huggingface.open_source(tmp_path / "exported")
     assert compare_tensors(source.tensors, exported.tensors).identical
-    for option in ("rope_parameters", "rms_norm_eps", "head_dim", "vocab_size", "tie_word_embeddings", "bos_token_id", "eos_token_id"):
+    for option in (
+        "rope_parameters",
+        "rms_norm_eps",
+        "head_dim",
+        "vocab_size",
+        "tie_word_embeddings",
+        "bos_token_id",
+        "eos_token_id",
+    ):
         assert getattr(exported.config, option, None) == getattr(source.config, option, None), option
     assert (tmp_path / "exported" / "tokenizer.json").is_file()
 
 
 def test_tensors_without_a_place_are_an_error(tmp_path):
-    _write(tmp_path / "tiny.gguf", "llama", "llama", None, extra=("rope_freqs.weight", "blk.1.ffn_gate_inp.weight"), head_dim=8)
+    _write(
+        tmp_path / "tiny.gguf",
+        "llama",
+        "llama",
+        None,
+        extra=("rope_freqs.weight", "blk.1.ffn_gate_inp.weight"),
+        head_dim=8,
+    )
     with pytest.raises(ConversionError, match="not known: rope_freqs.weight, blk.1.ffn_gate_inp.weight"):
         huggingface.import_model(huggingface.open_source(tmp_path / "tiny.gguf"), tmp_path / "megatron", arguments_of)
 

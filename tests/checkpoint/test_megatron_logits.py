@@ -1,4 +1,7 @@
-"""An imported model in the engine, at TP 1 and 2, PP 1 and 2, saved and loaded across them: logits of transformers, tensors kept."""
+"""An imported model in the engine, at TP 1 and 2, PP 1 and 2, saved and loaded across them.
+
+Logits are those of transformers, tensors are kept.
+"""
 
 import copy
 import multiprocessing
@@ -56,7 +59,11 @@ def _logits(model, tokens, pipeline):
 
 
 def _through_layouts(folders, saving, tokens):
-    """Load and run each folder's checkpoint in every layout, and save those in `saving`; logits by folder and layout (of the last rank)."""
+    """Load and run each folder's checkpoint in every layout, and save those in `saving`.
+
+    Returns:
+        logits by folder and layout; the last rank has all of them.
+    """
     multiprocessing.current_process()._config["daemon"] = False  # the engine's writer starts a process of its own
     found = {}
     for folder in folders:
@@ -94,7 +101,11 @@ def runs(tmp_path_factory):
         folders.append(folder)
     tokens = torch.randint(100, (2, LENGTH), generator=torch.Generator().manual_seed(3))
     saving = [folder.name for name, folder in zip(MODELS, folders) if name in SAVED]
-    return dict(zip(MODELS, folders)), tokens, run_distributed(_through_layouts, 2, folders, saving, tokens, timeout=300)[-1]
+    return (
+        dict(zip(MODELS, folders)),
+        tokens,
+        run_distributed(_through_layouts, 2, folders, saving, tokens, timeout=300)[-1],
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -4,9 +4,6 @@ import json
 import subprocess
 import sys
 
-import pytest
-import torch
-
 from megatron.bdlm.testing.training_run import REPOSITORY, environment
 from tests.checkpoint.tiny import make_model
 
@@ -39,14 +36,23 @@ print(json.dumps([imported - start, peak() - start]))
 def test_extra_memory_of_a_large_model(tmp_path):
     make_model("llama untied, llama3").save_pretrained(tmp_path / "small")
     large = make_model(
-        "llama untied, llama3", hidden_size=512, intermediate_size=2048, num_hidden_layers=14, num_attention_heads=8, vocab_size=6000
+        "llama untied, llama3",
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=14,
+        num_attention_heads=8,
+        vocab_size=6000,
     )
     large.save_pretrained(tmp_path / "large")
     size = sum(parameter.numel() * 4 for parameter in large.parameters())
     largest = max(parameter.numel() * 4 for parameter in large.parameters())
     assert size > 200 * 2**20 and largest < 13 * 2**20
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, env=environment(), cwd=REPOSITORY
+        [sys.executable, "-c", MEASURE, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=REPOSITORY,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     imported, exported = json.loads(done.stdout.splitlines()[-1])

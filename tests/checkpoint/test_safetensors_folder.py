@@ -10,12 +10,18 @@ from megatron.bdlm.checkpoint.layout import ConversionError
 from megatron.bdlm.checkpoint.safetensors_folder import NewTensor, SafetensorsFolder, TensorInfo, write_folder
 
 TENSORS = {
-    "a": torch.randn(3, 4), "b": torch.randn(5).bfloat16(), "c": torch.randn(2, 2, 2).half(), "d": torch.arange(6),
+    "a": torch.randn(3, 4),
+    "b": torch.randn(5).bfloat16(),
+    "c": torch.randn(2, 2, 2).half(),
+    "d": torch.arange(6),
 }
 
 
 def _write(folder, limit):
-    groups = [[NewTensor(n, TensorInfo(tuple(TENSORS[n].shape), TENSORS[n].dtype)) for n in names] for names in ("ab", "c", "d")]
+    groups = [
+        [NewTensor(n, TensorInfo(tuple(TENSORS[n].shape), TENSORS[n].dtype)) for n in names]
+        for names in ("ab", "c", "d")
+    ]
     counted = []
     write_folder(folder, groups, lambda group: {new.name: TENSORS[new.name] for new in group}, limit, counted.append)
     assert sum(counted) == 4

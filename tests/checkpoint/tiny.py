@@ -9,10 +9,22 @@ LENGTH = 40
 """Tokens of the prompts that tests compare logits on: longer than the windows below."""
 
 COMMON = dict(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    vocab_size=100, max_position_embeddings=64, initializer_range=0.2, bos_token_id=1, eos_token_id=2, pad_token_id=2,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=100,
+    max_position_embeddings=64,
+    initializer_range=0.2,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=2,
 )
-LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 
 MODELS = {
@@ -23,14 +35,20 @@ MODELS = {
     "mistral, window 7": ("mistral", dict(sliding_window=7)),
     "mistral, no window": ("mistral", dict(sliding_window=None)),
     "qwen2 tied": ("qwen2", dict(tie_word_embeddings=True, head_dim=8)),
-    "qwen2, windows by layer": ("qwen2", dict(head_dim=8, use_sliding_window=True, sliding_window=9, max_window_layers=1)),
+    "qwen2, windows by layer": (
+        "qwen2",
+        dict(head_dim=8, use_sliding_window=True, sliding_window=9, max_window_layers=1),
+    ),
     "qwen3 tied": ("qwen3", dict(tie_word_embeddings=True)),
     "qwen3, yarn": ("qwen3", dict(rope_parameters=dict(rope_theta=1e6, **YARN))),
 }
 """Dense models by name: model type and what differs from COMMON."""
 
 EXPERTS = {
-    "qwen3_moe": ("qwen3_moe", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True)),
+    "qwen3_moe": (
+        "qwen3_moe",
+        dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True),
+    ),
     "mixtral": ("mixtral", dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
 }
 
@@ -72,7 +90,10 @@ def save_tokenizer(folder: Path, size: int) -> None:
     tokenizer.add_special_tokens(special)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = dict(
-        tokenizer_class="PreTrainedTokenizerFast", unk_token="<unk>", bos_token="<s>", eos_token="</s>",
+        tokenizer_class="PreTrainedTokenizerFast",
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
         chat_template="{% for m in messages %}{{ m.content }}{% endfor %}",
     )
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py and evaluate.py as users call them, around a training run with tensor parallel and a kill."""
+"""tools/convert_checkpoint.py and evaluate.py as users call them, around a training run with tensor parallel."""
 
 import json
 import signal
@@ -12,8 +12,9 @@ from megatron.bdlm.testing.training_run import REPOSITORY, RunFailure, environme
 from tests.checkpoint.tiny import save_model
 
 TRAINING = (
-    "--use-checkpoint-args --seq-length 32 --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-3 --min-lr 1e-3 "
-    "--mock-data --num-workers 0 --no-mmap-bin-files --eval-iters 1 --eval-interval 100 --save-interval 2 --ckpt-format torch_dist"
+    "--use-checkpoint-args --seq-length 32 --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-3 "
+    "--min-lr 1e-3 --mock-data --num-workers 0 --no-mmap-bin-files --eval-iters 1 --eval-interval 100 "
+    "--save-interval 2 --ckpt-format torch_dist"
 ).split()
 
 
@@ -35,14 +36,19 @@ def folder(tmp_path_factory):
     tool("convert_checkpoint.py", "to-bdlm", "--load", root / "ar", "--save", root / "bdlm", *chosen)
     paths = ["--pretrained-checkpoint", str(root / "bdlm"), "--load", str(root / "run"), "--save", str(root / "run")]
     run = launch(
-        "pretrain_bdlm.py", [*TRAINING, *paths, "--tensor-model-parallel-size", "2"], processes=2, folder=root / "events"
+        "pretrain_bdlm.py",
+        [*TRAINING, *paths, "--tensor-model-parallel-size", "2"],
+        processes=2,
+        folder=root / "events",
     )
     (root / "log").write_text(run.output)
     return root
 
 
 def test_verify_and_roundtrip(folder):
-    said = tool("convert_checkpoint.py", "verify", "--source", folder / "source", "--load", folder / "ar", "--tolerance", "1e-5")
+    said = tool(
+        "convert_checkpoint.py", "verify", "--source", folder / "source", "--load", folder / "ar", "--tolerance", "1e-5"
+    )
     assert said.count("same most probable token at 100.0%") == 5 and "tolerance 1.0e-05: ok" in said
     said = tool("convert_checkpoint.py", "roundtrip", "--source", folder / "source")
     assert "24 tensors identical bit by bit" in said and "different" not in said and "missing" not in said
@@ -53,7 +59,9 @@ def test_the_run_took_everything_from_the_checkpoint(folder):
     for line in ("bdlm_block_size", "bdlm_mask_token_id", "bdlm_label_shift"):
         assert line in log
     options = json.loads((folder / "run" / "bdlm_options.json").read_text())
-    chosen = {name: options[f"bdlm_{name}"] for name in ("block_size", "mask_token_id", "label_shift", "keep_mask_logit")}
+    chosen = {
+        name: options[f"bdlm_{name}"] for name in ("block_size", "mask_token_id", "label_shift", "keep_mask_logit")
+    }
     assert chosen == dict(block_size=8, mask_token_id=100, label_shift="next", keep_mask_logit=True)
     assert options["qk_layernorm"] and options["num_layers"] == 2 and options["padded_vocab_size"] == 256
 
@@ -76,8 +84,16 @@ def test_export_of_the_trained_model(folder):
     tool("convert_checkpoint.py", "export", "--load", folder / "run", "--save", folder / "exported")
     config = json.loads((folder / "exported" / "config.json").read_text())
     expected = dict(
-        block_size=8, mask_token_id=100, label_shift="next", clean_attention="block-causal", noisy_attention="bidirectional",
-        keep_mask_logit=True, candidate_tokens=101, vocab_size=101, model_type="qwen3", tie_word_embeddings=True,
+        block_size=8,
+        mask_token_id=100,
+        label_shift="next",
+        clean_attention="block-causal",
+        noisy_attention="bidirectional",
+        keep_mask_logit=True,
+        candidate_tokens=101,
+        vocab_size=101,
+        model_type="qwen3",
+        tie_word_embeddings=True,
     )
     assert {name: config[name] for name in expected} == expected
     model, loading = AutoModelForCausalLM.from_pretrained(folder / "exported", output_loading_info=True)
@@ -86,15 +102,36 @@ def test_export_of_the_trained_model(folder):
     assert tokenizer.mask_token_id == 100 and tokenizer.chat_template
     before = AutoModelForCausalLM.from_pretrained(folder / "source")
     assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, before.model.layers[0].mlp.up_proj.weight)
-    said = tool("convert_checkpoint.py", "verify", "--source", folder / "exported", "--load", folder / "run", "--tolerance", "1e-5")
+    said = tool(
+        "convert_checkpoint.py",
+        "verify",
+        "--source",
+        folder / "exported",
+        "--load",
+        folder / "run",
+        "--tolerance",
+        "1e-5",
+    )
     assert "tolerance 1.0e-05: ok" in said
 
 
 def test_evaluation(folder):
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": "the quick brown fox " * n}) + "\n" for n in (3, 5)))
-    questions = [{"context": "ab", "choices": [" ab", " zzz"], "answer": 0}, {"context": "q", "choices": ["r", "s", "tu"], "answer": 2}]
+    questions = [
+        {"context": "ab", "choices": [" ab", " zzz"], "answer": 0},
+        {"context": "q", "choices": ["r", "s", "tu"], "answer": 2},
+    ]
     (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
-    flags = ["--load", folder / "run", "--text", folder / "text.jsonl", "--choices", folder / "questions.jsonl", "--draws", 3]
+    flags = [
+        "--load",
+        folder / "run",
+        "--text",
+        folder / "text.jsonl",
+        "--choices",
+        folder / "questions.jsonl",
+        "--draws",
+        3,
+    ]
     said = tool("evaluate.py", *flags, "--seq-length", 24, "--output", folder / "result.json")
     result = json.loads((folder / "result.json").read_text())
     text, choices = result["text"], result["choices"]
@@ -142,7 +179,14 @@ def test_a_kill_leaves_the_old_result_or_none(verb, load, folder, tmp_path):
     command = [sys.executable, "-c", KILLED, verb, str(folder / load), str(tmp_path / "result")]
     for old in (False, True):
         if old:
-            tool("convert_checkpoint.py", verb, "--source" if verb == "import" else "--load", folder / load, "--save", tmp_path / "result")
+            tool(
+                "convert_checkpoint.py",
+                verb,
+                "--source" if verb == "import" else "--load",
+                folder / load,
+                "--save",
+                tmp_path / "result",
+            )
         before = {p.name: p.read_bytes() for p in (tmp_path / "result").rglob("*") if p.is_file()}
         done = subprocess.run(command, env=environment(), cwd=REPOSITORY, capture_output=True)
         assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
@@ -160,5 +204,7 @@ def test_a_kill_leaves_the_old_result_or_none(verb, load, folder, tmp_path):
     ],
 )
 def test_refusals(flags, message, folder):
-    said = tool("convert_checkpoint.py", *(flag.format(source=folder / "source", ar=folder / "ar") for flag in flags), ok=False)
+    said = tool(
+        "convert_checkpoint.py", *(flag.format(source=folder / "source", ar=folder / "ar") for flag in flags), ok=False
+    )
     assert message in said and "Traceback" not in said

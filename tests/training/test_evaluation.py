@@ -1,4 +1,4 @@
-"""Monte Carlo likelihoods against what is known exactly: constant logits, a table of probabilities, one block of one token."""
+"""Monte Carlo likelihoods against what is known exactly: constant logits, a table of probabilities."""
 
 import math
 
@@ -12,7 +12,15 @@ cpu.enable()
 
 from megatron.bdlm.config import BDLMConfig, BDLMConfigError  # noqa: E402
 from megatron.bdlm.training import evaluation  # noqa: E402
-from megatron.bdlm.training.evaluation import Likelihood, Question, Text, cut, evaluate_choices, evaluate_text, interval  # noqa: E402
+from megatron.bdlm.training.evaluation import (  # noqa: E402
+    Likelihood,
+    Question,
+    Text,
+    cut,
+    evaluate_choices,
+    evaluate_text,
+    interval,
+)
 
 TOKENS = 50
 
@@ -39,9 +47,16 @@ def _samples(count, length=64):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, dict(bdlm_label_shift="next"), dict(bdlm_block_size=1), dict(bdlm_block_size=64), dict(bdlm_block_size_schedule="0:4,5:8"),
-     dict(bdlm_views=2, bdlm_loss_weight="unit", bdlm_t_min=0.3, bdlm_t_max=0.8, bdlm_keep_mask_logit=True),
-     dict(bdlm_noise_schedule="cosine"), dict(bdlm_clean_attention="token-causal", bdlm_clean_loss_weight=1.0)],
+    [
+        {},
+        dict(bdlm_label_shift="next"),
+        dict(bdlm_block_size=1),
+        dict(bdlm_block_size=64),
+        dict(bdlm_block_size_schedule="0:4,5:8"),
+        dict(bdlm_views=2, bdlm_loss_weight="unit", bdlm_t_min=0.3, bdlm_t_max=0.8, bdlm_keep_mask_logit=True),
+        dict(bdlm_noise_schedule="cosine"),
+        dict(bdlm_clean_attention="token-causal", bdlm_clean_loss_weight=1.0),
+    ],
 )
 def test_constant_logits_give_ln_n(options):
     """For every block size, schedule and training objective: the objective of evaluation is the bound."""
@@ -74,7 +89,9 @@ def test_interval():
 def test_interval_covers_the_truth_about_as_often_as_it_says():
     inside = 0
     for trial in range(60):
-        likelihood = Likelihood(uniform, BDLMConfig(bdlm_block_size=8, bdlm_mask_token_id=TOKENS), trial, TOKENS, torch.device("cpu"))
+        likelihood = Likelihood(
+            uniform, BDLMConfig(bdlm_block_size=8, bdlm_mask_token_id=TOKENS), trial, TOKENS, torch.device("cpu")
+        )
         result = evaluate_text(likelihood, _samples(3), draws=4, batch=3)
         inside += abs(result["nelbo"] - math.log(TOKENS)) <= result["nelbo_95"]
     assert inside >= 51  # 57 expected; fewer than 51 has probability 0.4%
@@ -99,8 +116,12 @@ def test_multiple_choice_scores_the_choices_alone():
         Question("abababababab", ("yyy", "b"), 1),
         Question("a", ("z", "bbbbbbbbbbbb"), 1),  # by sum the short one, by byte the likely one
     ]
-    result = evaluate_choices(_likelihood(model), questions, lambda text: [ord(c) - 96 for c in text], draws=40, batch=16)
-    assert [d["chosen"] for d in result["details"]] == [0, 1, 0] and [d["chosen_per_byte"] for d in result["details"]] == [0, 1, 1]
+    result = evaluate_choices(
+        _likelihood(model), questions, lambda text: [ord(c) - 96 for c in text], draws=40, batch=16
+    )
+    assert [d["chosen"] for d in result["details"]] == [0, 1, 0] and [
+        d["chosen_per_byte"] for d in result["details"]
+    ] == [0, 1, 1]
     assert result["accuracy"] == pytest.approx(2 / 3) and result["accuracy_per_byte"] == 1.0
     for ids, target in seen:
         assert ids.shape[0] in (16, 8)
@@ -127,4 +148,6 @@ def test_a_choice_without_tokens_and_uniform_corruption_are_refused():
 
 
 def test_quantiles_of_students_t():
-    assert len(evaluation.STUDENT_T) == 30 and all(a > b > 1.96 for a, b in zip(evaluation.STUDENT_T, evaluation.STUDENT_T[1:]))
+    assert len(evaluation.STUDENT_T) == 30 and all(
+        a > b > 1.96 for a, b in zip(evaluation.STUDENT_T, evaluation.STUDENT_T[1:])
+    )

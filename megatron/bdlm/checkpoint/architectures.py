@@ -54,7 +54,8 @@ OPTIONS = (
     Option("rms_norm_eps", "--norm-epsilon", "layernorm_epsilon"),
     Option("max_position_embeddings", "--max-position-embeddings", "max_position_embeddings"),
 )
-"""Options that every architecture here has; rotary frequencies, windows, vocabulary and ties are translated in `options.py`."""
+"""Options that every architecture here has; rotary frequencies, windows, vocabulary and ties are
+translated in `model_options.py`."""
 
 EXPERT_OPTIONS = (
     Option("num_experts_per_tok", "--moe-router-topk", "moe_router_topk"),
@@ -96,7 +97,13 @@ class Architecture:
 
 
 BASE_FLAGS = (
-    "--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear", "--group-query-attention",
+    "--position-embedding-type",
+    "rope",
+    "--normalization",
+    "RMSNorm",
+    "--swiglu",
+    "--disable-bias-linear",
+    "--group-query-attention",
 )
 """Flags that every architecture here has."""
 
@@ -109,28 +116,43 @@ def _attention(*, bias: bool = False, norm: bool = False) -> tuple[Rule, ...]:
     ours, theirs = LAYER + "self_attention.", HF_LAYER + "self_attn."
     rules = [
         Rule(ours + "linear_qkv.layer_norm_weight", (Part(HF_LAYER + "input_layernorm.weight", ("hidden",)),)),
-        Rule(ours + "linear_qkv.weight", tuple(Part(f"{theirs}{n}.weight", (size, "hidden")) for n, size in _QKV), "qkv"),
+        Rule(
+            ours + "linear_qkv.weight", tuple(Part(f"{theirs}{n}.weight", (size, "hidden")) for n, size in _QKV), "qkv"
+        ),
     ]
     if bias:
-        rules.append(Rule(ours + "linear_qkv.bias", tuple(Part(f"{theirs}{n}.bias", (size,)) for n, size in _QKV), "qkv"))
+        rules.append(
+            Rule(ours + "linear_qkv.bias", tuple(Part(f"{theirs}{n}.bias", (size,)) for n, size in _QKV), "qkv")
+        )
     if norm:
         rules += [
-            Rule(f"{ours}{letter}_layernorm.weight", (Part(f"{theirs}{letter}_norm.weight", ("head",)),)) for letter in "qk"
+            Rule(f"{ours}{letter}_layernorm.weight", (Part(f"{theirs}{letter}_norm.weight", ("head",)),))
+            for letter in "qk"
         ]
     return (*rules, Rule(ours + "linear_proj.weight", (Part(theirs + "o_proj.weight", ("hidden", "query")),)))
 
 
 _OUTER = (
-    Rule("embedding.word_embeddings.weight", (Part("model.embed_tokens.weight", ("vocab", "hidden")),), "rows", in_layer=False),
+    Rule(
+        "embedding.word_embeddings.weight",
+        (Part("model.embed_tokens.weight", ("vocab", "hidden")),),
+        "rows",
+        in_layer=False,
+    ),
     Rule("decoder.final_layernorm.weight", (Part("model.norm.weight", ("hidden",)),), in_layer=False),
-    Rule("output_layer.weight", (Part("lm_head.weight", ("vocab", "hidden")),), "rows", in_layer=False, untied_only=True),
+    Rule(
+        "output_layer.weight", (Part("lm_head.weight", ("vocab", "hidden")),), "rows", in_layer=False, untied_only=True
+    ),
 )
 
 _MLP = (
-    Rule(LAYER + "mlp.linear_fc1.layer_norm_weight", (Part(HF_LAYER + "post_attention_layernorm.weight", ("hidden",)),)),
+    Rule(
+        LAYER + "mlp.linear_fc1.layer_norm_weight", (Part(HF_LAYER + "post_attention_layernorm.weight", ("hidden",)),)
+    ),
     Rule(
         LAYER + "mlp.linear_fc1.weight",
-        tuple(Part(HF_LAYER + f"mlp.{name}.weight", ("ffn", "hidden")) for name in ("gate_proj", "up_proj")), "gate_up",
+        tuple(Part(HF_LAYER + f"mlp.{name}.weight", ("ffn", "hidden")) for name in ("gate_proj", "up_proj")),
+        "gate_up",
     ),
     Rule(LAYER + "mlp.linear_fc2.weight", (Part(HF_LAYER + "mlp.down_proj.weight", ("hidden", "ffn")),)),
 )
@@ -153,34 +175,58 @@ _MOE_FLAGS = ("--moe-router-load-balancing-type", "aux_loss", "--moe-router-scor
 
 ARCHITECTURES = (
     Architecture(
-        "llama", "LlamaForCausalLM", _OUTER + _attention() + _MLP,
+        "llama",
+        "LlamaForCausalLM",
+        _OUTER + _attention() + _MLP,
         required=dict(hidden_act="silu", attention_bias=False, mlp_bias=False),
     ),
     Architecture(
-        "mistral", "MistralForCausalLM", _OUTER + _attention() + _MLP, required=dict(hidden_act="silu"), window="every layer",
-    ),
-    Architecture(
-        "qwen2", "Qwen2ForCausalLM", _OUTER + _attention(bias=True) + _MLP, flags=("--add-qkv-bias",),
-        required=dict(hidden_act="silu"), window="layer types",
-    ),
-    Architecture(
-        "qwen3", "Qwen3ForCausalLM", _OUTER + _attention(norm=True) + _MLP, flags=("--qk-layernorm",),
-        required=dict(hidden_act="silu", attention_bias=False), window="layer types",
-    ),
-    Architecture(
-        "qwen3_moe", "Qwen3MoeForCausalLM", _OUTER + _attention(norm=True) + _experts("mlp", "gate_proj", "up_proj", "down_proj"),
-        options=(
-            *OPTIONS, *EXPERT_OPTIONS, Option("num_experts", "--num-experts", "num_experts"),
-            Option("moe_intermediate_size", "--moe-ffn-hidden-size", "moe_ffn_hidden_size"),
-        ),
-        flags=("--qk-layernorm", *_MOE_FLAGS),
-        required=dict(hidden_act="silu", attention_bias=False, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]),
+        "mistral",
+        "MistralForCausalLM",
+        _OUTER + _attention() + _MLP,
+        required=dict(hidden_act="silu"),
         window="every layer",
     ),
     Architecture(
-        "mixtral", "MixtralForCausalLM", _OUTER + _attention() + _experts("block_sparse_moe", "w1", "w3", "w2"),
+        "qwen2",
+        "Qwen2ForCausalLM",
+        _OUTER + _attention(bias=True) + _MLP,
+        flags=("--add-qkv-bias",),
+        required=dict(hidden_act="silu"),
+        window="layer types",
+    ),
+    Architecture(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        _OUTER + _attention(norm=True) + _MLP,
+        flags=("--qk-layernorm",),
+        required=dict(hidden_act="silu", attention_bias=False),
+        window="layer types",
+    ),
+    Architecture(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        _OUTER + _attention(norm=True) + _experts("mlp", "gate_proj", "up_proj", "down_proj"),
+        options=(
+            *OPTIONS,
+            *EXPERT_OPTIONS,
+            Option("num_experts", "--num-experts", "num_experts"),
+            Option("moe_intermediate_size", "--moe-ffn-hidden-size", "moe_ffn_hidden_size"),
+        ),
+        flags=("--qk-layernorm", *_MOE_FLAGS),
+        required=dict(
+            hidden_act="silu", attention_bias=False, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]
+        ),
+        window="every layer",
+    ),
+    Architecture(
+        "mixtral",
+        "MixtralForCausalLM",
+        _OUTER + _attention() + _experts("block_sparse_moe", "w1", "w3", "w2"),
         options=(*OPTIONS, *EXPERT_OPTIONS, Option("num_local_experts", "--num-experts", "num_experts")),
-        flags=_MOE_FLAGS, required=dict(hidden_act="silu"), window="every layer",
+        flags=_MOE_FLAGS,
+        required=dict(hidden_act="silu"),
+        window="every layer",
     ),
 )
 
@@ -234,7 +280,8 @@ def architecture_of_arguments(args: Any, model_type: Optional[str] = None) -> Ar
         if architecture.recognises(args):
             return architecture
     raise ConversionError(
-        "no architecture has this model's combination of --add-qkv-bias, --qk-layernorm, --num-experts and --window-size; "
+        "no architecture has this model's combination of --add-qkv-bias, --qk-layernorm, --num-experts and "
+        "--window-size; "
         f"they are {getattr(args, 'add_qkv_bias', None)}, {getattr(args, 'qk_layernorm', None)}, "
         f"{getattr(args, 'num_experts', None)}, {getattr(args, 'window_size', None)}"
     )

@@ -25,7 +25,7 @@ import torch
 from megatron.bdlm.checkpoint.folders import new_folder
 from megatron.bdlm.checkpoint.huggingface import Progress, common_state, copy_tokenizer, empty_extra_states
 from megatron.bdlm.checkpoint.layout import ConversionError
-from megatron.bdlm.checkpoint.model_options import padded
+from megatron.bdlm.checkpoint.model_options import padded, sizes_of
 from megatron.bdlm.checkpoint.safetensors_folder import TensorInfo
 from megatron.bdlm.checkpoint.torch_dist import CheckpointFolder, Piece, layer_piece, whole_piece, write_checkpoint
 from megatron.bdlm.config import BDLMConfig
@@ -56,7 +56,9 @@ class MaskRow:
             return None
         kind, _, token = self.initial.partition(":")
         if kind != "copy" or not token.isdecimal():
-            raise ConversionError(f"--mask-init {self.initial}: known are {', '.join(INITIAL_ROWS)}, for example copy:17")
+            raise ConversionError(
+                f"--mask-init {self.initial}: known are {', '.join(INITIAL_ROWS)}, for example copy:17"
+            )
         return int(token)
 
 
@@ -94,17 +96,20 @@ def convert(
         ConversionError: no such row, or `save` is taken.
     """
     report: list[str] = []
-    checkpoint, sizes = conversion.checkpoint, _rows(conversion)
+    checkpoint, rows = conversion.checkpoint, _rows(conversion)
     names = [name for name in checkpoint.tensors if not name.startswith("optimizer.")]
     layers = conversion.args.num_layers
-    stacked = [name for name in names if name.startswith("decoder.layers.") and checkpoint.tensors[name].shape[0] == layers]
+    stacked = [
+        name for name in names if name.startswith("decoder.layers.") and checkpoint.tensors[name].shape[0] == layers
+    ]
     whole = [name for name in names if name not in stacked]
-    groups = [[_whole(conversion, name, sizes, report)] for name in whole]
+    groups = [[_whole(conversion, name, rows, report)] for name in whole]
     groups += [[_layer(checkpoint, name, layer, layers) for name in stacked] for layer in range(layers)]
+    sizes = sizes_of(conversion.args, conversion.candidate_tokens, rows)
     with new_folder(save, overwrite) as folder:
-        args = _arguments(conversion, sizes, Path(save).resolve() / "tokenizer")
+        args = _arguments(conversion, rows, Path(save).resolve() / "tokenizer")
         done = progress(sum(map(len, groups))) if progress else None
-        write_checkpoint(folder, groups, empty_extra_states(layers), common_state(args), done)
+        write_checkpoint(folder, groups, empty_extra_states(sizes), common_state(args), done)
         if conversion.save_tokenizer is not None:
             _write_tokenizer(conversion, folder / "tokenizer")
     return report
@@ -140,7 +145,9 @@ def _whole(conversion: Conversion, name: str, rows: int, report: list[str]) -> P
 
 def _layer(checkpoint: CheckpointFolder, name: str, layer: int, layers: int) -> Piece:
     info = checkpoint.tensors[name]
-    return layer_piece(name, layer, layers, TensorInfo(info.shape[1:], info.dtype), lambda: checkpoint.read_layer(name, layer))
+    return layer_piece(
+        name, layer, layers, TensorInfo(info.shape[1:], info.dtype), lambda: checkpoint.read_layer(name, layer)
+    )
 
 
 def set_mask_row(table: torch.Tensor, mask: MaskRow, tokens: int) -> list[str]:
@@ -159,15 +166,22 @@ def set_mask_row(table: torch.Tensor, mask: MaskRow, tokens: int) -> list[str]:
     elif copied is not None:
         table[mask.token_id] = table[copied]
     norm, typical = float(table[mask.token_id].double().norm()), float(row_norms.mean())
-    lines = [f"row {mask.token_id} ({mask.initial}): norm {norm:.4f}, mean norm of {len(row_norms)} tokens {typical:.4f}"]
+    lines = [
+        f"row {mask.token_id} ({mask.initial}): norm {norm:.4f}, mean norm of {len(row_norms)} tokens {typical:.4f}"
+    ]
     ratio = norm / typical if typical else float("inf")
     if not NORM_RATIO[0] <= ratio <= NORM_RATIO[1]:
-        lines.append(f"warning: the mask row's norm is {ratio:.2f} times the tokens' mean norm; --mask-init mean+noise gives about 1")
+        lines.append(
+            f"warning: the mask row's norm is {ratio:.2f} times the tokens' mean norm; "
+            "--mask-init mean+noise gives about 1"
+        )
     return lines
 
 
-def _statistics(table: torch.Tensor, tokens: int, left_out: int, rows: int = 4096) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Norms of the token rows [v], their mean [h] and their standard deviation by column [h], in float64 a slice at a time."""
+def _statistics(
+    table: torch.Tensor, tokens: int, left_out: int, rows: int = 4096
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Norms of token rows [v], their mean [h] and standard deviation by column [h], in float64 a slice at a time."""
     total = squares = torch.zeros(table.size(1), dtype=torch.float64)
     norms = []
     for start in range(0, tokens, rows):

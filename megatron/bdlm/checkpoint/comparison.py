@@ -1,6 +1,7 @@
 """Are two sets of tensors the same, bit by bit?"""
 
 from dataclasses import dataclass
+from typing import Iterable, Optional
 
 import torch
 
@@ -31,15 +32,20 @@ class TensorComparison:
         return "\n".join(lines)
 
 
-def compare_tensors(first: TensorSource, second: TensorSource) -> TensorComparison:
-    """Compare two sources tensor by tensor; one pair is in memory at a time."""
+def compare_tensors(first: TensorSource, second: TensorSource, names: Optional[Iterable[str]] = None) -> TensorComparison:
+    """Compare two sources tensor by tensor; one pair is in memory at a time.
+
+    Args:
+        names: tensors of the first source that count; None: all.
+    """
+    names = list(first.tensors if names is None else names)
     same, different = [], []
-    for name in first.tensors:
+    for name in names:
         if name in second.tensors:
             equal = first.tensors[name] == second.tensors[name] and _bits_equal(first.read(name), second.read(name))
             (same if equal else different).append(name)
-    missing = [name for name in first.tensors if name not in second.tensors]
-    new = [name for name in second.tensors if name not in first.tensors]
+    missing = [name for name in names if name not in second.tensors]
+    new = [name for name in second.tensors if name not in names]
     return TensorComparison(same, different, missing, new)
 
 

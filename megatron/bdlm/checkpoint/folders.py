@@ -58,7 +58,9 @@ def check_target(target: Path, overwrite: bool) -> None:
     if trained:
         raise ConversionError(f"{target}: a run has saved {trained[-1]} in it; name a new folder")
     if not (target / MARK).is_file():
-        raise ConversionError(f"{target}: --overwrite replaces folders written by this tool only; remove it yourself or name a new one")
+        raise ConversionError(
+            f"{target}: --overwrite replaces folders written by this tool only; remove it yourself or name a new one"
+        )
 
 
 def _swap(partial: Path, target: Path) -> None:

@@ -21,8 +21,22 @@ from megatron.bdlm.checkpoint.architectures import Architecture, Part, Rule, arc
 from megatron.bdlm.checkpoint.folders import new_folder
 from megatron.bdlm.checkpoint.gguf_file import GGUFFile, open_gguf
 from megatron.bdlm.checkpoint.layout import LAYOUTS, ConversionError, Sizes
-from megatron.bdlm.checkpoint.model_options import config_of, flags_of, is_gguf, padded, read_config, rotary_base, sizes_of
-from megatron.bdlm.checkpoint.safetensors_folder import NewTensor, SafetensorsFolder, TensorInfo, TensorSource, write_folder
+from megatron.bdlm.checkpoint.model_options import (
+    config_of,
+    flags_of,
+    is_gguf,
+    padded,
+    read_config,
+    rotary_base,
+    sizes_of,
+)
+from megatron.bdlm.checkpoint.safetensors_folder import (
+    NewTensor,
+    SafetensorsFolder,
+    TensorInfo,
+    TensorSource,
+    write_folder,
+)
 from megatron.bdlm.checkpoint.torch_dist import (
     CheckpointFolder,
     Piece,
@@ -33,19 +47,36 @@ from megatron.bdlm.checkpoint.torch_dist import (
 )
 
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json",
-    "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
 )
 """Files of a Hugging Face folder that go with the tokenizer."""
 
 EXTRA_STATE_MODULES = tuple(
     f"decoder.layers.{name}"
     for name in (
-        "self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention", "self_attention.q_layernorm",
-        "self_attention.k_layernorm", "mlp.linear_fc1", "mlp.linear_fc2", "mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2",
+        "self_attention.linear_qkv",
+        "self_attention.linear_proj",
+        "self_attention.core_attention",
+        "self_attention.q_layernorm",
+        "self_attention.k_layernorm",
+        "pre_mlp_layernorm",
+        "mlp.linear_fc1",
+        "mlp.linear_fc2",
     )
 )
-"""Modules whose (empty) extra state a run may ask for: linear layers always, norms and attention with Transformer Engine."""
+EXPERT_STATE_MODULES = tuple(f"decoder.layers.mlp.experts.experts.linear_fc{number}" for number in (1, 2))
+"""Modules whose (empty) extra state a run may ask for: linear layers always, norms and attention with Transformer
+Engine."""
 
 Progress = Callable[[int], None]
 
@@ -95,9 +126,7 @@ def applied_rules(architecture: Architecture, sizes: Sizes, tied: bool) -> Itera
 def parts_of(rule: Rule, layer: Optional[int], sizes: Sizes) -> list[Part]:
     """Parts of a rule with the numbers of layer and expert in their names."""
     experts = range(sizes.experts) if rule.experts else [None]
-    return [
-        Part(part.name.format(layer=layer, expert=expert), part.shape) for expert in experts for part in rule.parts
-    ]
+    return [Part(part.name.format(layer=layer, expert=expert), part.shape) for expert in experts for part in rule.parts]
 
 
 def expected_tensors(architecture: Architecture, sizes: Sizes, tied: bool) -> dict[str, tuple[int, ...]]:
@@ -110,7 +139,9 @@ def expected_tensors(architecture: Architecture, sizes: Sizes, tied: bool) -> di
     }
 
 
-def check_tensors(found: Mapping[str, TensorInfo], wanted: Mapping[str, tuple[int, ...]], where: str, ignored: Sequence[str] = ()) -> None:
+def check_tensors(
+    found: Mapping[str, TensorInfo], wanted: Mapping[str, tuple[int, ...]], where: str, ignored: Sequence[str] = ()
+) -> None:
     """Compare names and shapes.
 
     Args:
@@ -122,7 +153,9 @@ def check_tensors(found: Mapping[str, TensorInfo], wanted: Mapping[str, tuple[in
     missing = [name for name in wanted if name not in found]
     extra = [name for name in found if name not in wanted and not name.endswith(tuple(ignored) or ("\0",))]
     shapes = [
-        f"{name} {found[name].shape} instead of {shape}" for name, shape in wanted.items() if name in found and found[name].shape != shape
+        f"{name} {found[name].shape} instead of {shape}"
+        for name, shape in wanted.items()
+        if name in found and found[name].shape != shape
     ]
     faults = [("missing", missing), ("not known", extra), ("of another shape", shapes)]
     told = "; ".join(f"tensors {fault}: {', '.join(names)}" for fault, names in faults if names)
@@ -140,13 +173,16 @@ def import_model(
     dtype: Optional[torch.dtype] = None,
     overwrite: bool = False,
     progress: Optional[Callable[[int], Progress]] = None,
-) -> None:
+) -> list[str]:
     """Write a checkpoint folder `save` that holds the model, its tokenizer and its configuration.
 
     Args:
         arguments_of: the engine's validated arguments for a list of flags (`training.arguments.arguments_of`).
         dtype: type of the stored tensors; None: as they are in the source.
         progress: given the number of tensors, returns what is called with the number written.
+
+    Returns:
+        names of the tensors that make the model; a source may hold others (a tied head, buffers of old files).
 
     Raises:
         ConversionError: tensors missing, unknown or of another shape; options that are not supported; `save` is taken.
@@ -175,15 +211,23 @@ def import_model(
     ]
     with new_folder(save, overwrite) as folder:
         done = progress(sum(map(len, groups))) if progress else None
-        write_checkpoint(folder, groups, empty_extra_states(sizes.layers), common_state(args), done)
+        write_checkpoint(folder, groups, empty_extra_states(sizes), common_state(args), done)
         save_tokenizer(source, folder / "tokenizer")
+    return list(wanted)
 
 
 def _run_flags(dtype: torch.dtype, tokenizer: Path) -> list[str]:
     precision = {torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}.get(dtype, [])
     return [
-        *precision, "--micro-batch-size", "1", "--ckpt-format", "torch_dist",
-        "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer),
+        *precision,
+        "--micro-batch-size",
+        "1",
+        "--ckpt-format",
+        "torch_dist",
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+        "--tokenizer-model",
+        str(tokenizer),
     ]
 
 
@@ -191,17 +235,23 @@ def common_state(args: Any) -> dict[str, Any]:
     """What the engine stores beside the tensors, for a checkpoint that no iteration wrote."""
     args.iteration = args.consumed_train_samples = args.skipped_train_samples = args.consumed_valid_samples = 0
     return {
-        "args": args, "checkpoint_version": 3.0, "iteration": 0, "num_floating_point_operations_so_far": 0,
+        "args": args,
+        "checkpoint_version": 3.0,
+        "iteration": 0,
+        "num_floating_point_operations_so_far": 0,
         "content_metadata": {"singleton_local_shards": False},
     }
 
 
-def empty_extra_states(layers: int) -> dict[str, Any]:
+def empty_extra_states(sizes: Sizes) -> dict[str, Any]:
     """Entries that the engine asks for beside the tensors of a model."""
-    return {**extra_states(EXTRA_STATE_MODULES, layers), "decoder.final_layernorm._extra_state/shard_0_1": None}
+    states = extra_states(EXTRA_STATE_MODULES, sizes.layers) | extra_states(("decoder.final_layernorm",), 1)
+    return states | (extra_states(EXPERT_STATE_MODULES, sizes.layers, sizes.experts) if sizes.experts else {})
 
 
-def _import_piece(rule: Rule, layer: Optional[int], tensors: TensorSource, sizes: Sizes, dtype: Optional[torch.dtype]) -> Piece:
+def _import_piece(
+    rule: Rule, layer: Optional[int], tensors: TensorSource, sizes: Sizes, dtype: Optional[torch.dtype]
+) -> Piece:
     parts = parts_of(rule, layer, sizes)
     stored = dtype or tensors.tensors[parts[0].name].dtype
 
@@ -209,7 +259,11 @@ def _import_piece(rule: Rule, layer: Optional[int], tensors: TensorSource, sizes
         return LAYOUTS[rule.layout].join([tensors.read(part.name).to(stored) for part in parts], sizes)
 
     info = TensorInfo(_joined_shape(rule, parts, sizes), stored)
-    return whole_piece(rule.target, info, make) if layer is None else layer_piece(rule.target, layer, sizes.layers, info, make)
+    return (
+        whole_piece(rule.target, info, make)
+        if layer is None
+        else layer_piece(rule.target, layer, sizes.layers, info, make)
+    )
 
 
 def _joined_shape(rule: Rule, parts: Sequence[Part], sizes: Sizes) -> tuple[int, ...]:
@@ -222,7 +276,8 @@ def _check_tied_head(source: Source) -> None:
     head, embedding = (source.tensors.read(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
     if not torch.equal(head, embedding):
         raise ConversionError(
-            f"{source.path}: tie_word_embeddings is true, but lm_head.weight differs from model.embed_tokens.weight; one of them would be lost"
+            f"{source.path}: tie_word_embeddings is true, but lm_head.weight differs from "
+            "model.embed_tokens.weight; one of them would be lost"
         )
 
 
@@ -235,7 +290,9 @@ def save_tokenizer(source: Source, folder: Path) -> None:
         AutoTokenizer.from_pretrained(str(source.path.parent), gguf_file=source.path.name).save_pretrained(str(folder))
     else:
         copy_tokenizer(source.path, folder)
-    (folder / "config.json").write_text(json.dumps(source.config.to_dict(), indent=2, sort_keys=True, default=str) + "\n")
+    (folder / "config.json").write_text(
+        json.dumps(source.config.to_dict(), indent=2, sort_keys=True, default=str) + "\n"
+    )
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
@@ -260,7 +317,7 @@ def export_model(
     """Write a Hugging Face folder that `transformers` loads; returns its config.json.
 
     Args:
-        tokenizer: folder with tokenizer files and the config.json that the model once had; None: that of the checkpoint.
+        tokenizer: folder with tokenizer files and the config.json that the model once had; None: the checkpoint's.
         dtype, overwrite, progress: as for `import_model`.
 
     Raises:
@@ -283,14 +340,19 @@ def export_model(
     for layer, rules in applied_rules(architecture, sizes, tied):
         for rule in rules:
             stored = dtype or checkpoint.tensors[rule.target].dtype
-            group = [NewTensor(p.name, TensorInfo(tuple(map(sizes.of, p.shape)), stored)) for p in parts_of(rule, layer, sizes)]
+            group = [
+                NewTensor(p.name, TensorInfo(tuple(map(sizes.of, p.shape)), stored))
+                for p in parts_of(rule, layer, sizes)
+            ]
             groups.append(group)
             made_by[group[0].name] = (rule, layer, stored)
 
     def make(group: Sequence[NewTensor]) -> dict[str, torch.Tensor]:
         rule, layer, stored = made_by[group[0].name]
         tensor = checkpoint.read(rule.target) if layer is None else checkpoint.read_layer(rule.target, layer)
-        return dict(zip((new.name for new in group), (part.to(stored) for part in LAYOUTS[rule.layout].split(tensor, sizes))))
+        return dict(
+            zip((new.name for new in group), (part.to(stored) for part in LAYOUTS[rule.layout].split(tensor, sizes)))
+        )
 
     with new_folder(save, overwrite) as folder:
         write_folder(folder, groups, make, shard_bytes, progress(sum(map(len, groups))) if progress else None)
@@ -327,7 +389,10 @@ def _tensor(checkpoint: CheckpointFolder, name: str) -> TensorInfo:
 def _checkpoint_tensors(architecture: Architecture, sizes: Sizes, tied: bool) -> dict[str, tuple[int, ...]]:
     """Shapes of the engine's tensors of a model, by name."""
     return {
-        rule.target: (*(() if layer is None else (sizes.layers,)), *_joined_shape(rule, parts_of(rule, layer, sizes), sizes))
+        rule.target: (
+            *(() if layer is None else (sizes.layers,)),
+            *_joined_shape(rule, parts_of(rule, layer, sizes), sizes),
+        )
         for layer, rules in applied_rules(architecture, sizes, tied)
         for rule in rules
     }

@@ -5,7 +5,8 @@ moved, never computed.
 
     same      one part, as it is
     qkv       q [n*d, ..], k [g*d, ..], v [g*d, ..] -> [g * (n/g + 2) * d, ..]: for each key-value head its query
-              heads, then its key, then its value; weights and biases alike. n = 4, g = 2, d = 1: q0 q1 k0 v0 q2 q3 k1 v1
+              heads, then its key, then its value; weights and biases alike.
+              n = 4, g = 2, d = 1: q0 q1 k0 v0 q2 q3 k1 v1
     gate_up   gate [f, h], up [f, h] -> [2*f, h]
     experts   parts of e experts, each a tensor or a (gate, up) pair -> [e, ..]
     rows      one part [rows, h] -> [padded rows, h], zero rows behind; `split` cuts them off

@@ -29,7 +29,9 @@ BDLM_KEYS = {
 }
 """Keys that an exported config.json has for a block diffusion model, and the arguments that they come from."""
 
-ENGINE_LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+ENGINE_LLAMA3 = dict(
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+)
 """What the engine's --use-rope-scaling means."""
 
 
@@ -73,7 +75,9 @@ def flags_of(config: Any, architecture: Architecture) -> list[str]:
         if getattr(config, key, value) != value
     ]
     if wrong:
-        raise ConversionError(f"{architecture.model_type}: options of config.json that are not supported: {', '.join(wrong)}")
+        raise ConversionError(
+            f"{architecture.model_type}: options of config.json that are not supported: {', '.join(wrong)}"
+        )
     flags = [*BASE_FLAGS, *architecture.flags]
     for option in architecture.options:
         flags += [option.flag, str(_value(config, option.key))]
@@ -136,9 +140,14 @@ def sizes_of(args: Any, vocab: int, padded_vocab: int) -> Sizes:
     """
     heads = args.num_attention_heads
     return Sizes(
-        layers=args.num_layers, hidden=args.hidden_size, ffn=args.ffn_hidden_size, heads=heads,
+        layers=args.num_layers,
+        hidden=args.hidden_size,
+        ffn=args.ffn_hidden_size,
+        heads=heads,
         groups=args.num_query_groups if getattr(args, "group_query_attention", False) else heads,
-        head=getattr(args, "kv_channels", None) or args.hidden_size // heads, vocab=vocab, padded_vocab=padded_vocab,
+        head=getattr(args, "kv_channels", None) or args.hidden_size // heads,
+        vocab=vocab,
+        padded_vocab=padded_vocab,
         experts=getattr(args, "num_experts", None) or 0,
         expert_ffn=getattr(args, "moe_ffn_hidden_size", None) or args.ffn_hidden_size,
     )
@@ -148,15 +157,25 @@ def config_of(
     args: Any, architecture: Architecture, sizes: Sizes, dtype: torch.dtype, base: Optional[Mapping[str, Any]] = None
 ) -> dict[str, Any]:
     """Content of config.json for a checkpoint's arguments, over the values of `base`."""
-    config = {key: value for key, value in (base or {}).items() if key not in ("dtype", "torch_dtype", "rope_theta", "rope_scaling")}
+    config = {
+        key: value
+        for key, value in (base or {}).items()
+        if key not in ("dtype", "torch_dtype", "rope_theta", "rope_scaling")
+    }
     for option in architecture.options:
         value = getattr(args, option.attribute, None)
         if value is not None:
             config[option.key] = value
     config |= dict(
-        model_type=architecture.model_type, architectures=[architecture.causal_lm], dtype=str(dtype).removeprefix("torch."),
-        hidden_act="silu", vocab_size=sizes.vocab, num_key_value_heads=sizes.groups, head_dim=sizes.head,
-        tie_word_embeddings=not args.untie_embeddings_and_output_weights, rope_parameters=_rope_parameters(args),
+        model_type=architecture.model_type,
+        architectures=[architecture.causal_lm],
+        dtype=str(dtype).removeprefix("torch."),
+        hidden_act="silu",
+        vocab_size=sizes.vocab,
+        num_key_value_heads=sizes.groups,
+        head_dim=sizes.head,
+        tie_word_embeddings=not args.untie_embeddings_and_output_weights,
+        rope_parameters=_rope_parameters(args),
     )
     if sizes.head == sizes.hidden // sizes.heads and (base or {}).get("head_dim") is None:
         del config["head_dim"]  # what every family takes it to be
@@ -189,6 +208,10 @@ def _window_of(args: Any, architecture: Architecture) -> dict[str, Any]:
     if width is None:
         return {"use_sliding_window": False, "layer_types": ["full_attention"] * args.num_layers}
     skip = getattr(args, "window_attn_skip_freq", None)
-    chosen = skip if isinstance(skip, list) else [skip is None or number % skip != 0 for number in range(1, args.num_layers + 1)]
+    chosen = (
+        skip
+        if isinstance(skip, list)
+        else [skip is None or number % skip != 0 for number in range(1, args.num_layers + 1)]
+    )
     kinds = ["sliding_attention" if slides else "full_attention" for slides in chosen]
     return {"use_sliding_window": True, "sliding_window": width, "layer_types": kinds}

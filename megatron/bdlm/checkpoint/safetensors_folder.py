@@ -18,8 +18,14 @@ from megatron.bdlm.checkpoint.layout import ConversionError
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -129,9 +135,11 @@ def write_folder(
         ConversionError: `make` gave another shape or type than announced.
     """
     shards = _shards(groups, shard_bytes)
-    names = [SINGLE] if len(shards) == 1 else [
-        f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)
-    ]
+    names = (
+        [SINGLE]
+        if len(shards) == 1
+        else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    )
     for name, shard in zip(names, shards):
         _write_file(folder / name, shard, make, progress)
     if len(shards) > 1:
@@ -159,7 +167,11 @@ def _write_file(path: Path, groups, make, progress) -> None:
     place = 0
     for tensor in (tensor for group in groups for tensor in group):
         end = place + tensor.info.bytes
-        header[tensor.name] = {"dtype": NAMES[tensor.info.dtype], "shape": list(tensor.info.shape), "data_offsets": [place, end]}
+        header[tensor.name] = {
+            "dtype": NAMES[tensor.info.dtype],
+            "shape": list(tensor.info.shape),
+            "data_offsets": [place, end],
+        }
         place = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # data begin at a multiple of 8
@@ -171,7 +183,8 @@ def _write_file(path: Path, groups, make, progress) -> None:
                 value = made[tensor.name]
                 if tuple(value.shape) != tensor.info.shape or value.dtype != tensor.info.dtype:
                     raise ConversionError(
-                        f"{tensor.name}: {tuple(value.shape)} {value.dtype} instead of {tensor.info.shape} {tensor.info.dtype}"
+                        f"{tensor.name}: {tuple(value.shape)} {value.dtype} instead of "
+                        f"{tensor.info.shape} {tensor.info.dtype}"
                     )
                 stream.write(value.contiguous().flatten().view(torch.uint8).numpy().data)
                 if progress is not None:

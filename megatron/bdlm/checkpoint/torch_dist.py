@@ -9,6 +9,7 @@ No process group is needed.
 """
 
 import io
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Mapping, Optional, Sequence
@@ -16,8 +17,20 @@ from typing import Any, Callable, Mapping, Optional, Sequence
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.bdlm.checkpoint.layout import ConversionError
@@ -88,9 +101,15 @@ def write_checkpoint(
     (folder / TRACKER).write_text(RELEASE)
 
 
-def extra_states(names: Sequence[str], layers: int) -> dict[str, Any]:
-    """Empty `_extra_state` entries of layer modules: the engine asks for them, Transformer Engine fills them for FP8."""
-    return {f"{name}._extra_state/shard_{layer}_{layers}": None for name in names for layer in range(layers)}
+def extra_states(names: Sequence[str], *counts: int) -> dict[str, Any]:
+    """Empty `_extra_state` entries of modules that exist `counts[0]` (x `counts[1]`) times, as the engine names them.
+
+    The engine asks for them; Transformer Engine fills them for FP8. Module `a` of two layers and three experts gives
+    `a._extra_state/shard_0.0_2.3` to `a._extra_state/shard_1.2_2.3`.
+    """
+    whole = ".".join(map(str, counts))
+    places = [".".join(map(str, place)) for place in itertools.product(*map(range, counts))]
+    return {f"{name}._extra_state/shard_{place}_{whole}": None for name in names for place in places}
 
 
 class CheckpointFolder:
@@ -120,7 +139,9 @@ class CheckpointFolder:
 
         return dist_checkpointing.load_common_state_dict(str(self.folder))
 
-    def read(self, name: str, offsets: Optional[Sequence[int]] = None, sizes: Optional[Sequence[int]] = None) -> torch.Tensor:
+    def read(
+        self, name: str, offsets: Optional[Sequence[int]] = None, sizes: Optional[Sequence[int]] = None
+    ) -> torch.Tensor:
         """A box of a tensor, or all of it."""
         entry = self._metadata.state_dict_metadata[name]
         offsets = (0,) * len(entry.size) if offsets is None else offsets
@@ -154,7 +175,9 @@ class _WritePieces(DefaultSavePlanner):
         piece = self._pieces[MetadataIndex(write_item.index.fqn, write_item.index.offset)]
         made = piece.make()
         if tuple(made.shape) != tuple(piece.sizes) or made.dtype != piece.dtype:
-            raise ConversionError(f"{piece.name}: {tuple(made.shape)} {made.dtype} instead of {piece.sizes} {piece.dtype}")
+            raise ConversionError(
+                f"{piece.name}: {tuple(made.shape)} {made.dtype} instead of {piece.sizes} {piece.dtype}"
+            )
         if self._progress is not None:
             self._progress(1)
         return made.contiguous()

@@ -33,8 +33,13 @@ def next_token_logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Ten
     """Logits [b, L, padded vocabulary] of the token behind each of `tokens` int64 [b, L]."""
     length = tokens.size(1)
     plan = SequencePlan.build(
-        seq_length=length, block_size=length, context_parallel_size=1, block_parallel_size=1, rank=0,
-        clean_attention="token-causal", target_blocks=[],
+        seq_length=length,
+        block_size=length,
+        context_parallel_size=1,
+        block_parallel_size=1,
+        rank=0,
+        clean_attention="token-causal",
+        target_blocks=[],
     )
     params = BlockDiffusionParams.from_plan(plan, None, AttentionOptions(), tokens.device)
     positions = params.position_ids.expand(tokens.size(0), -1)

@@ -23,8 +23,13 @@ from megatron.bdlm.generation import autoregressive, loading
 from megatron.bdlm.training.options import is_block_diffusion
 
 CHOSEN_OPTIONS = (
-    "bdlm_recipe", "bdlm_block_size", "bdlm_block_size_schedule", "bdlm_label_shift", "bdlm_clean_attention",
-    "bdlm_noisy_attention", "bdlm_keep_mask_logit",
+    "bdlm_recipe",
+    "bdlm_block_size",
+    "bdlm_block_size_schedule",
+    "bdlm_label_shift",
+    "bdlm_clean_attention",
+    "bdlm_noisy_attention",
+    "bdlm_keep_mask_logit",
 )
 """Options that `to-bdlm` takes; they stay with the model."""
 
@@ -33,11 +38,26 @@ NEW_TOKEN = "<|mask|>"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `to-bdlm` besides --load and --save."""
-    parser.add_argument("--mask-token", metavar="TEXT", help=f"mask token by its text, for example {NEW_TOKEN}; added if the tokenizer lacks it")
-    parser.add_argument("--mask-token-id", type=int, metavar="ID", help="mask token by its id: a special token without a role, or one behind the last")
-    parser.add_argument("--mask-init", metavar="KIND", help="mean, mean+noise, copy:ID or keep (default: mean+noise for a new row, keep for an existing one)")
+    parser.add_argument(
+        "--mask-token",
+        metavar="TEXT",
+        help=f"mask token by its text, for example {NEW_TOKEN}; added if the tokenizer lacks it",
+    )
+    parser.add_argument(
+        "--mask-token-id",
+        type=int,
+        metavar="ID",
+        help="mask token by its id: a special token without a role, or one behind the last",
+    )
+    parser.add_argument(
+        "--mask-init",
+        metavar="KIND",
+        help="mean, mean+noise, copy:ID or keep (default: mean+noise for a new row, keep for an existing one)",
+    )
     parser.add_argument("--mask-seed", type=int, default=1234, help="seed of the noise (default: %(default)s)")
-    parser.add_argument("--tokenizer-model", type=Path, help="tokenizer folder or file, if it is no longer where the checkpoint says")
+    parser.add_argument(
+        "--tokenizer-model", type=Path, help="tokenizer folder or file, if it is no longer where the checkpoint says"
+    )
     others = [field.name for field in dataclasses.fields(BDLMConfig) if field.name not in CHOSEN_OPTIONS]
     ArgumentGroupFactory(BDLMConfig, exclude=others).build_group(parser, "block diffusion")
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -51,14 +71,18 @@ def plan_of(args: argparse.Namespace, checkpoint: Path) -> Conversion:
     """The conversion that `to-bdlm` was asked for.
 
     Raises:
-        ConversionError, DataError: no mask token that text could not contain; the checkpoint is a block diffusion model.
+        ConversionError, DataError: no mask token that no text contains; the checkpoint is a block diffusion model.
     """
     source = CheckpointFolder(checkpoint)
     saved = source.common_state().get("args")
     if saved is None:
-        raise ConversionError(f"--load {checkpoint}: no arguments in it; it was not written by the engine's training or by import")
+        raise ConversionError(
+            f"--load {checkpoint}: no arguments in it; it was not written by the engine's training or by import"
+        )
     if is_block_diffusion(saved):
-        raise ConversionError(f"--load {checkpoint}: it is a block diffusion model already (mask token {saved.bdlm_mask_token_id})")
+        raise ConversionError(
+            f"--load {checkpoint}: it is a block diffusion model already (mask token {saved.bdlm_mask_token_id})"
+        )
     tokenizer = _tokenizer_source(saved, args.tokenizer_model)
     tokens = vocabulary_size(load_tokenizer(tokenizer))
     if tokenizer.tokenizer_type == "HuggingFaceTokenizer":
@@ -86,23 +110,32 @@ def _options(args: argparse.Namespace, saved: Any, mask_id: int) -> BDLMConfig:
     return config_from_args(options)
 
 
-def _extended(source: TokenizerSource, token: Optional[str], token_id: Optional[int]) -> tuple[int, int, Callable[[Path], None]]:
+def _extended(
+    source: TokenizerSource, token: Optional[str], token_id: Optional[int]
+) -> tuple[int, int, Callable[[Path], None]]:
     """Mask id, tokens and writer of a Hugging Face tokenizer that has the mask token, added if it lacked it."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(source.tokenizer_model)
     if token_id is not None and token_id < len(tokenizer):
         if token is not None and tokenizer.convert_tokens_to_ids(token) != token_id:
-            raise ConversionError(f"--mask-token {token} is not the token --mask-token-id {token_id}; give one of the two flags")
+            raise ConversionError(
+                f"--mask-token {token} is not the token --mask-token-id {token_id}; give one of the two flags"
+            )
         if token_id < 0:
-            raise ConversionError(f"--mask-token-id {token_id}: ids begin at 0. A legal value: {len(tokenizer)}, one new row")
+            raise ConversionError(
+                f"--mask-token-id {token_id}: ids begin at 0. A legal value: {len(tokenizer)}, one new row"
+            )
         token = tokenizer.convert_ids_to_tokens(token_id)
     elif token is None and token_id is not None:
         token = NEW_TOKEN
     if token is not None:
         tokenizer.add_special_tokens({"mask_token": token})
     if tokenizer.mask_token_id is None:
-        raise ConversionError(f"the tokenizer has no mask token; give --mask-token, for example --mask-token '{NEW_TOKEN}', or --mask-token-id")
+        raise ConversionError(
+            f"the tokenizer has no mask token; give --mask-token, for example --mask-token '{NEW_TOKEN}', "
+            "or --mask-token-id"
+        )
     if token_id is not None and tokenizer.mask_token_id != token_id:
         raise ConversionError(
             f"--mask-token-id {token_id}: outside the vocabulary of {len(tokenizer) - 1} tokens. "
@@ -126,7 +159,9 @@ def _refuse_ordinary(source: TokenizerSource, mask_id: int) -> None:
 def _unchanged(source: TokenizerSource, token: Optional[str], token_id: Optional[int]) -> tuple[int, int, None]:
     """Mask id and tokens of a tokenizer that cannot be extended: its own mask token, a reserved one, or a new row."""
     if token is not None:
-        raise ConversionError(f"--mask-token {token}: a {source.tokenizer_type} cannot be extended. A legal value: --mask-token-id")
+        raise ConversionError(
+            f"--mask-token {token}: a {source.tokenizer_type} cannot be extended. A legal value: --mask-token-id"
+        )
     vocabulary = resolve_vocabulary(load_tokenizer(source), token_id)
     return vocabulary.mask_token_id, vocabulary.tokenizer_size, None
 
@@ -176,6 +211,9 @@ def compare_logits(prompt: str, found: torch.Tensor, expected: torch.Tensor) -> 
     """Compare logits [L, padded vocabulary] with those of the reference [L, vocabulary]."""
     found = found[:, : expected.size(1)]
     return LogitComparison(
-        prompt, expected.size(0), float((found - expected).abs().max()), float(expected.abs().max()),
+        prompt,
+        expected.size(0),
+        float((found - expected).abs().max()),
+        float(expected.abs().max()),
         float((found.argmax(-1) == expected.argmax(-1)).float().mean()),
     )

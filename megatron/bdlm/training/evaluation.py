@@ -26,8 +26,36 @@ from megatron.bdlm.parallel.plan import SequencePlan
 from megatron.bdlm.training.step import validation_config
 
 STUDENT_T = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+    2.120,
+    2.110,
+    2.101,
+    2.093,
+    2.086,
+    2.080,
+    2.074,
+    2.069,
+    2.064,
+    2.060,
+    2.056,
+    2.052,
+    2.048,
+    2.045,
+    2.042,
 )
 """97.5% quantiles of Student's t for 1 to 30 degrees of freedom; beyond, 1.96."""
 
@@ -72,10 +100,13 @@ class Likelihood:
         BDLMConfigError: a corruption that has no bound.
     """
 
-    def __init__(self, row_likelihood: RowLikelihood, config: BDLMConfig, seed: int, vocab_size: int, device: torch.device):
+    def __init__(
+        self, row_likelihood: RowLikelihood, config: BDLMConfig, seed: int, vocab_size: int, device: torch.device
+    ):
         if config.bdlm_corruption != "absorbing":
             raise BDLMConfigError(
-                f"--bdlm-corruption {config.bdlm_corruption}: its loss bounds no likelihood. A legal value: absorbing (in training)"
+                f"--bdlm-corruption {config.bdlm_corruption}: its loss bounds no likelihood. "
+                "A legal value: absorbing (in training)"
             )
         self._row_likelihood, self._seed, self._vocab_size, self._device = row_likelihood, seed, vocab_size, device
         self._config = dataclasses.replace(validation_config(config), bdlm_block_size_schedule=None)
@@ -83,12 +114,14 @@ class Likelihood:
     @torch.no_grad()
     def score(self, samples: Sequence[Text], draws: Sequence[int]) -> list[Score]:
         """Scores of samples of one length and with the same target blocks, each under the draw beside it."""
-        config, length = self._config, len(samples[0].tokens)
+        config = self._config
         plan = self._plan(samples[0])
         noised = [self._noised(sample, draw) for sample, draw in zip(samples, draws)]
         targets = [build_targets(s.tokens, s.eligible, noise, None, config) for s, noise in zip(samples, noised)]
         rows = select_rows(targets, plan.rows, plan.scored_clean)
-        streams = torch.stack([torch.from_numpy(np.concatenate([n.xt[0], s.tokens])) for s, n in zip(samples, noised)], dim=1)
+        streams = torch.stack(
+            [torch.from_numpy(np.concatenate([n.xt[0], s.tokens])) for s, n in zip(samples, noised)], dim=1
+        )
         input_ids = plan.take(streams, 0).t().contiguous().to(self._device)
         final = plan.noisy_rows or None
         params = BlockDiffusionParams.from_plan(plan, None, AttentionOptions(), self._device, final)
@@ -98,7 +131,13 @@ class Likelihood:
 
     def _noised(self, sample: Text, draw: int) -> Noised:
         return corrupt(
-            sample.tokens, sample.eligible, self._config, self._seed, sample.index, draw, vocab_size=self._vocab_size,
+            sample.tokens,
+            sample.eligible,
+            self._config,
+            self._seed,
+            sample.index,
+            draw,
+            vocab_size=self._vocab_size,
             purpose="validation",
         )
 
@@ -107,21 +146,29 @@ class Likelihood:
         starts = block_starts_of(length, config.bdlm_block_size)
         chosen = target_blocks(sample.eligible, starts, None, config.bdlm_label_shift).tolist()
         return SequencePlan.build(
-            seq_length=length, block_size=config.bdlm_block_size, context_parallel_size=1, block_parallel_size=1, rank=0,
-            clean_attention=config.bdlm_clean_attention, noisy_attention=config.bdlm_noisy_attention,
+            seq_length=length,
+            block_size=config.bdlm_block_size,
+            context_parallel_size=1,
+            block_parallel_size=1,
+            rank=0,
+            clean_attention=config.bdlm_clean_attention,
+            noisy_attention=config.bdlm_noisy_attention,
             target_blocks=None if len(chosen) == len(starts) else chosen,
         )
 
 
 def _score(nll: torch.Tensor, rows: ScoredRows, own: torch.Tensor, target: Targets) -> Score:
     """Sums of one sample's rows, `own` bool [n], by noise level."""
+
     def by_level(t: np.ndarray, values: Optional[np.ndarray] = None) -> np.ndarray:
         bucket = np.minimum((t * np.float32(T_BUCKETS)).astype(np.int64), T_BUCKETS - 1)
         return np.bincount(bucket, values, minlength=T_BUCKETS).astype(np.float64)
 
     t, values = rows.t[own].numpy(), nll[own].numpy()
     levels = target.t[0][target.supervised[0]]
-    return Score(by_level(t, values * rows.nelbo_weight[own].numpy()), by_level(t, values), by_level(t), by_level(levels))
+    return Score(
+        by_level(t, values * rows.nelbo_weight[own].numpy()), by_level(t, values), by_level(t), by_level(levels)
+    )
 
 
 # ---- a held-out text -----------------------------------------------------------------------
@@ -135,7 +182,11 @@ def cut(stream: Sequence[int], length: int) -> list[Text]:
 
 
 def evaluate_text(
-    likelihood: Likelihood, samples: Sequence[Text], draws: int, batch: int, size_bytes: Optional[int] = None,
+    likelihood: Likelihood,
+    samples: Sequence[Text],
+    draws: int,
+    batch: int,
+    size_bytes: Optional[int] = None,
     progress: Optional[Callable[[int], None]] = None,
 ) -> dict[str, Any]:
     """NELBO per token, its 95% interval over the draws, the perplexity bound, and both by noise level.
@@ -157,7 +208,12 @@ def evaluate_text(
     estimates = [float(total.nelbo.sum()) / tokens for total in totals]
     mean, half = interval(estimates)
     result: dict[str, Any] = {
-        "tokens": tokens, "draws": draws, "nelbo": mean, "nelbo_95": half, "nelbo_of_draws": estimates, "ppl_bound": math.exp(mean),
+        "tokens": tokens,
+        "draws": draws,
+        "nelbo": mean,
+        "nelbo_95": half,
+        "nelbo_of_draws": estimates,
+        "ppl_bound": math.exp(mean),
         "ppl_bound_95": None if half is None else [math.exp(mean - half), math.exp(mean + half)],
     }
     if size_bytes:
@@ -166,8 +222,10 @@ def evaluate_text(
     result["masked_cross_entropy"] = _ratio(whole.cross_entropy.sum(), whole.masked.sum())
     result["by_noise_level"] = [
         {
-            "t": [b / T_BUCKETS, (b + 1) / T_BUCKETS], "nelbo": _ratio(whole.nelbo[b], whole.supervised[b]),
-            "masked_cross_entropy": _ratio(whole.cross_entropy[b], whole.masked[b]), "masked_tokens": int(whole.masked[b]),
+            "t": [b / T_BUCKETS, (b + 1) / T_BUCKETS],
+            "nelbo": _ratio(whole.nelbo[b], whole.supervised[b]),
+            "masked_cross_entropy": _ratio(whole.cross_entropy[b], whole.masked[b]),
+            "masked_tokens": int(whole.masked[b]),
         }
         for b in range(T_BUCKETS)
     ]
@@ -220,7 +278,11 @@ class Question:
 
 
 def evaluate_choices(
-    likelihood: Likelihood, questions: Sequence[Question], tokenize: Callable[[str], Sequence[int]], draws: int, batch: int,
+    likelihood: Likelihood,
+    questions: Sequence[Question],
+    tokenize: Callable[[str], Sequence[int]],
+    draws: int,
+    batch: int,
     progress: Optional[Callable[[int], None]] = None,
 ) -> dict[str, Any]:
     """Zero-shot multiple choice: the choice with the smallest NELBO given the context wins.
@@ -230,12 +292,18 @@ def evaluate_choices(
     """
     details = []
     for number, question in enumerate(questions):
-        bounds = [_choice_bound(likelihood, _choice(question, c, tokenize, number), draws, batch) for c in question.choices]
+        bounds = [
+            _choice_bound(likelihood, _choice(question, c, tokenize, number), draws, batch) for c in question.choices
+        ]
         per_byte = [bound / max(len(choice.encode()), 1) for bound, choice in zip(bounds, question.choices)]
-        details.append({
-            "answer": question.answer, "nelbo_of_choices": bounds,
-            "chosen": int(np.argmin(bounds)), "chosen_per_byte": int(np.argmin(per_byte)),
-        })
+        details.append(
+            {
+                "answer": question.answer,
+                "nelbo_of_choices": bounds,
+                "chosen": int(np.argmin(bounds)),
+                "chosen_per_byte": int(np.argmin(per_byte)),
+            }
+        )
         if progress is not None:
             progress(1)
     result: dict[str, Any] = {"questions": len(questions), "draws": draws}
@@ -250,7 +318,9 @@ def _choice(question: Question, choice: str, tokenize: Callable[[str], Sequence[
     """The question with one choice; only the tokens of the choice are scored."""
     context, whole = len(tokenize(question.context)), np.asarray(tokenize(question.context + choice), dtype=np.int64)
     if len(whole) <= context:
-        raise ValueError(f"question {number}: choice {choice!r} adds no token to its context; every choice must be a text")
+        raise ValueError(
+            f"question {number}: choice {choice!r} adds no token to its context; every choice must be a text"
+        )
     return Text(whole, np.arange(len(whole)) >= context, number)
 
 
