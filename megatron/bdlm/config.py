@@ -179,6 +179,10 @@ class BDLMConfig:
             "a mean of block means has its own weights: --bdlm-loss-weight unit and --bdlm-views 1", "supervised",
         )
         self.block_sizes()
+        _require(
+            self.bdlm_ranks_per_node is None or self.bdlm_ranks_per_node >= 1,
+            "--bdlm-ranks-per-node", self.bdlm_ranks_per_node, "a node has at least one rank", "8",
+        )
         self.rope_parameters()
         _require(self.bdlm_cross_entropy_chunk >= 0, "--bdlm-cross-entropy-chunk", self.bdlm_cross_entropy_chunk, "not negative", "4096")
 

@@ -20,22 +20,27 @@ import numpy as np  # noqa: E402
 
 from megatron.bdlm.training import step  # noqa: E402
 
-stock_corrupt = step.corrupt
+stock_corrupt, stock_unstack = step.corrupt, step._unstack
+
+
+def unstack(samples):
+    empty = os.environ.get("EMPTY_SAMPLES", "").split(",")
+    arrays = stock_unstack(samples)
+    for sample in arrays:
+        if empty == ["all"] or str(int(sample["sample_index"])) in empty:
+            sample["eligible"] = np.zeros_like(sample["eligible"])
+    return arrays
 
 
 def corrupt(tokens, eligible, config, seed, sample_index, epoch, **options):
-    empty = os.environ.get("EMPTY_SAMPLES", "")
-    training = options.get("purpose", "train") == "train"
-    if training and (empty == "all" or str(sample_index) in empty.split(",")):
-        eligible = np.zeros_like(eligible)
     noised = stock_corrupt(tokens, eligible, config, seed, sample_index, epoch, **options)
     folder = os.environ.get("RECORD_NOISE")
-    if folder and training:
+    if folder and options.get("purpose", "train") == "train":
         np.save(pathlib.Path(folder) / f"{sample_index}-{os.environ.get('RANK', '0')}.npy", noised.xt)
     return noised
 
 
-step.corrupt = corrupt
+step.corrupt, step._unstack = corrupt, unstack
 
 if __name__ == "__main__":
     runpy.run_path(str(ROOT / "pretrain_bdlm.py"), run_name="__main__")

@@ -18,6 +18,9 @@ STOCK = dict(
     attention_dropout=0.0, position_embedding_type="rope", calculate_per_token_loss=True, multi_latent_attention=False,
     mtp_num_layers=None, num_experts=None, heterogeneous_layers_config_path=None, sft=False, dataloader_type="single",
     fp16_lm_cross_entropy=False, multiple_validation_sets=False, use_torch_fsdp2=False, use_megatron_fsdp=False, transformer_impl="local",
+    experimental_attention_variant=None, softmax_type="vanilla", use_mup=False, hybrid_context_parallel=False,
+    cuda_graph_impl="none", full_validation=False, window_size=None, cp_comm_type=["p2p"], reset_position_ids=False,
+    dataloader_inter_document_masking=False, micro_batch_size=1, eval_micro_batch_size=None,
 )
 
 
@@ -35,6 +38,14 @@ STOCK = dict(
         ("dataloader_type", "cyclic", "--dataloader-type cyclic: .* A legal value: single"),
         ("fp16_lm_cross_entropy", True, "--fp16-lm-cross-entropy True"),
         ("multiple_validation_sets", True, "--multiple-validation-sets True"),
+        ("experimental_attention_variant", "gated_delta_net", "--experimental-attention-variant gated_delta_net"),
+        ("softmax_type", "learnable", "--softmax-type learnable: .* A legal value: vanilla"),
+        ("use_mup", True, "--use-mup True"),
+        ("hybrid_context_parallel", True, "--hybrid-context-parallel True"),
+        ("cuda_graph_impl", "local", "--cuda-graph-impl local: .* A legal value: none"),
+        ("full_validation", True, "--full-validation True"),
+        ("window_size", (10, 5), r"--window-size \(10, 5\): .* A legal value: 10,0"),
+        ("cp_comm_type", ["a2a"], "--cp-comm-type a2a: --bdlm-transport"),
         ("use_torch_fsdp2", True, "--use-torch-fsdp2/--use-megatron-fsdp True: .* --use-distributed-optimizer"),
         ("use_megatron_fsdp", True, "--use-torch-fsdp2/--use-megatron-fsdp True"),
         ("transformer_impl", "transformer_engine", "--transformer-impl transformer_engine: .* A legal value: local"),
@@ -45,6 +56,17 @@ def test_refused_engine_flags(name, value, message):
         pytest.skip("refused on the CPU platform only; CUDA is available")
     with pytest.raises(BDLMConfigError, match=message):
         arguments.check_combination(SimpleNamespace(**{**STOCK, name: value}), BDLMConfig())
+
+
+def test_separate_documents_need_micro_batches_of_one():
+    args = SimpleNamespace(**{**STOCK, "dataloader_inter_document_masking": True, "eval_micro_batch_size": 2})
+    with pytest.raises(BDLMConfigError, match="--micro-batch-size/--eval-micro-batch-size 2: .* A legal value: 1"):
+        arguments.check_combination(args, BDLMConfig())
+
+
+def test_unknown_kernel_is_refused():
+    with pytest.raises(BDLMConfigError, match="--bdlm-attention-kernel nope: legal values: auto, torch"):
+        arguments.check_combination(SimpleNamespace(**STOCK), BDLMConfig(bdlm_attention_kernel="nope"))
 
 
 def test_stock_combination_passes():
@@ -61,6 +83,7 @@ def test_stock_combination_passes():
         (dict(bdlm_clean_loss_weight=1.0), "--bdlm-clean-loss-weight 1.0: .*token-causal"),
         (dict(bdlm_diffusion_loss_weight=0.0), "--bdlm-diffusion-loss-weight 0.0"),
         (dict(bdlm_views=2, bdlm_corruption="uniform"), "--bdlm-views 2"),
+        (dict(bdlm_ranks_per_node=0), "--bdlm-ranks-per-node 0"),
         (dict(bdlm_cross_entropy_chunk=-1), "--bdlm-cross-entropy-chunk -1"),
         (dict(bdlm_block_size_schedule="0:1,x"), "--bdlm-block-size-schedule 0:1,x: .* A legal value: 0:1,1000:4,5000:32"),
         (dict(bdlm_block_size_schedule="5:1,10:32"), "--bdlm-block-size-schedule 5:1,10:32: iterations ascend from 0"),

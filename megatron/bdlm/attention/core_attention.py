@@ -24,13 +24,16 @@ from megatron.bdlm.attention.functional import block_diffusion_attention
 from megatron.bdlm.parallel.plan import SequencePlan
 
 
+GRADIENT_DTYPES = {"fp32": None, "bf16": torch.bfloat16}  # None: the type of the sum, float32 or float64
+
+
 @dataclass(frozen=True)
 class AttentionOptions:
     """How attention runs, the same for every layer and sample (flags of `BDLMConfig`)."""
 
     transport: str = "auto"
     kernel: str = "auto"
-    gradient_dtype: Optional[torch.dtype] = None
+    gradient_dtype: str = "fp32"  # on the wire: fp32, bf16, or input for that of the keys
     ranks_per_node: Optional[int] = None
 
 
@@ -86,7 +89,8 @@ class BlockDiffusionParams(PackedSeqParams):
             query, key, value, self.plan, self.group,
             transport=self.options.transport, kernel=self.options.kernel, softmax_scale=softmax_scale, window=window,
             queries="noisy" if noisy_only else "all",
-            grad_dtype=self.options.gradient_dtype, ranks_per_node=self.options.ranks_per_node,
+            grad_dtype=key.dtype if self.options.gradient_dtype == "input" else GRADIENT_DTYPES[self.options.gradient_dtype],
+            ranks_per_node=self.options.ranks_per_node,
         )
         return out[: self.final_rows] if noisy_only else out
 

@@ -79,6 +79,8 @@ def fit(piece: Piece, limit: int, policy: TooLong, place: str) -> Optional[Piece
 def fill(piece: Piece, limit: int, block_size: int, tail: Tail, end_token: Optional[int]) -> Piece:
     """Give the piece's last block its tail, at most up to `limit` tokens.
 
+    `eos-fill` continues an answer: behind a token without supervision (a prompt, what a chat template appends) it adds nothing.
+
     Raises:
         DataError: `eos-fill` without an end token.
     """
@@ -92,6 +94,8 @@ def fill(piece: Piece, limit: int, block_size: int, tail: Tail, end_token: Optio
         raise DataError(
             "--bdlm-tail-policy eos-fill: the tokenizer has no end-of-document token. A legal value: ragged"
         )
+    if not piece.eligible[-1]:
+        return piece
     tokens = np.concatenate([piece.tokens, np.full(missing, end_token, dtype=piece.tokens.dtype)])
     return Piece(tokens, np.concatenate([piece.eligible, np.ones(missing, dtype=bool)]), piece.restarts)
 

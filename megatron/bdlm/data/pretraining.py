@@ -330,7 +330,7 @@ def build_numbered_datasets(
     splits = BlendedMegatronDatasetBuilder(cls, asked, lambda: True, config).build()
 
     def number(dataset: Any, length: Optional[int] = None, repeat: Optional[int] = None) -> Any:
-        if dataset is None:
+        if dataset is None or length == 0:
             return None
         if isinstance(dataset, list):
             return [number(each, length, repeat) for each in dataset]
@@ -342,4 +342,4 @@ def build_numbered_datasets(
             f"--data-path: prefixes without weights are read once and give {len(splits[0])} training samples, the run "
             f"asks for {train}; give a weight before each prefix, for example 0.5 A 0.5 B"
         )
-    return number(splits[0]), number(splits[1], valid, None if valid is None else evaluation_samples), number(splits[2])
+    return number(splits[0]), number(splits[1], valid, None if valid is None else evaluation_samples), number(splits[2], test)

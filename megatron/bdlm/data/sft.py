@@ -331,7 +331,7 @@ def build_finetuning_datasets(
                 count,
                 None if training or count is None else once,
             )
-            if len(items)
+            if len(items) and count != 0
             else None
         )
     flag = f"--split {args.split}" if args.data_path else "--valid-data-path"

@@ -15,6 +15,7 @@ from typing import Any
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import parse_and_validate_args, parse_args, validate_args
 
+from megatron.bdlm.attention.kernels import NAMES as KERNEL_NAMES
 from megatron.bdlm.config import BDLMConfig, BDLMConfigError, config_from_args, recipe_values
 from megatron.bdlm.data.tokenizers import Vocabulary, resolve_vocabulary
 from megatron.bdlm.parallel.state import hierarchical_sizes
@@ -75,6 +76,11 @@ def parse_arguments(group: type | None = None) -> tuple[Any, BDLMConfig]:
     args = parse_and_validate_args(extra_args_provider=provider)
     config = config_from_args(args)
     check_combination(args, config)
+    _refuse(
+        group is not None and max(args.micro_batch_size, args.eval_micro_batch_size or 1) > 1,
+        "--micro-batch-size/--eval-micro-batch-size", max(args.micro_batch_size, args.eval_micro_batch_size or 1),
+        "conversations differ in their rows and cannot share a micro-batch", "1",
+    )
     if group is None and config.bdlm_tail_policy != "ragged":
         raise BDLMConfigError(
             f"--bdlm-tail-policy {config.bdlm_tail_policy}: pretraining samples are full of text, so only fine-tuning has tails "
@@ -112,40 +118,72 @@ def arguments_of(flags: list[str]) -> argparse.Namespace:
     return args
 
 
+# flag, the one value that block diffusion honours, why, what to type instead
+_ENGINE_RULES = (
+    ("--attention-dropout", 0.0, "block diffusion attention has no dropout", "0.0"),
+    ("--calculate-per-token-loss", True, "the loss is divided once, by global counts", "set"),
+    ("--multi-latent-attention", False, "its core attention is not replaced", "unset"),
+    ("--mtp-num-layers", None, "multi-token prediction has no noisy rows", "unset"),
+    ("--num-experts", None, "mixture of experts is not supported yet", "unset"),
+    ("--heterogeneous-layers-config-path", None, "layers must be alike", "unset"),
+    ("--experimental-attention-variant", None, "its core attention is not replaced", "unset"),
+    ("--softmax-type", "vanilla", "block diffusion attention has no sink", "vanilla"),
+    ("--use-mup", False, "the scored rows' logits are not scaled", "unset"),
+    ("--hybrid-context-parallel", False, "the sequence plan shares a sample out", "unset"),
+    ("--cuda-graph-impl", "none", "rows and rectangles differ from sample to sample, a captured graph would replay the first", "none"),
+    ("--sft", False, "the engine's own fine-tuning averages losses per micro-batch; use finetune_bdlm.py", "unset"),
+    ("--fp16-lm-cross-entropy", False, "log-likelihoods are computed in float32", "unset"),
+    ("--multiple-validation-sets", False, "one validation set is read, the same at every evaluation", "unset"),
+    ("--full-validation", False, "the engine needs several validation sets for it; --eval-iters says how much is read", "unset"),
+)
+
+
+def _refuse(when: bool, flag: str, value: object, rule: str, legal: str) -> None:
+    if when:
+        raise BDLMConfigError(f"{flag} {value}: {rule}. A legal value: {legal}")
+
+
 def check_combination(args: Any, config: BDLMConfig) -> None:
     """Refuse engine flags that block diffusion cannot honour.
 
     Raises:
         BDLMConfigError: naming the flag, its value, the rule and a legal value.
     """
-    def refuse(when: bool, flag: str, value: object, rule: str, legal: str) -> None:
-        if when:
-            raise BDLMConfigError(f"{flag} {value}: {rule}. A legal value: {legal}")
-
-    refuse(args.attention_dropout > 0, "--attention-dropout", args.attention_dropout, "block diffusion attention has no dropout", "0.0")
-    refuse(
+    for flag, honoured, rule, legal in _ENGINE_RULES:
+        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        _refuse(value != honoured, flag, value, rule, legal)
+    _refuse(
         args.position_embedding_type not in ("rope", "none", "learned_absolute"),
         "--position-embedding-type", args.position_embedding_type, "positions are explicit; this kind takes none", "rope",
     )
-    refuse(not args.calculate_per_token_loss, "--calculate-per-token-loss", False, "the loss is divided once, by global counts", "set")
-    refuse(args.multi_latent_attention, "--multi-latent-attention", True, "its core attention is not replaced", "unset")
-    refuse(args.mtp_num_layers is not None, "--mtp-num-layers", args.mtp_num_layers, "multi-token prediction has no noisy rows", "unset")
-    refuse(args.num_experts is not None, "--num-experts", args.num_experts, "mixture of experts is not supported yet", "unset")
-    refuse(
-        args.heterogeneous_layers_config_path is not None, "--heterogeneous-layers-config-path",
-        args.heterogeneous_layers_config_path, "layers must be alike", "unset",
-    )
-    refuse(args.sft, "--sft", True, "the engine's own fine-tuning averages losses per micro-batch; use finetune_bdlm.py", "unset")
-    refuse(
+    _refuse(
         args.dataloader_type not in ("single", None), "--dataloader-type", args.dataloader_type,
         "noise is keyed by the sample's place in the training order, which only this loader keeps", "single",
     )
-    refuse(args.fp16_lm_cross_entropy, "--fp16-lm-cross-entropy", True, "log-likelihoods are computed in float32", "unset")
-    refuse(args.multiple_validation_sets, "--multiple-validation-sets", True, "one validation set is read, the same at every evaluation", "unset")
+    window = args.window_size
+    _refuse(
+        window is not None and window[0] >= 0 and window[1] != 0, "--window-size", window,
+        "a clean row sees LEFT keys before itself; what it sees of its own block is --bdlm-clean-attention's matter",
+        f"{window[0] if window else 1023},0",
+    )
+    _refuse(
+        list(args.cp_comm_type) != ["p2p"], "--cp-comm-type", " ".join(args.cp_comm_type),
+        "--bdlm-transport says how keys and values travel", "p2p",
+    )
+    separate = args.reset_position_ids or args.dataloader_inter_document_masking
+    largest = max(args.micro_batch_size or 1, args.eval_micro_batch_size or 1)
+    _refuse(
+        bool(separate) and largest > 1, "--micro-batch-size/--eval-micro-batch-size", largest,
+        "samples with separate documents differ in their rows and cannot share a micro-batch", "1",
+    )
+    _refuse(
+        config.bdlm_attention_kernel not in KERNEL_NAMES, "--bdlm-attention-kernel", config.bdlm_attention_kernel,
+        f"legal values: {', '.join(KERNEL_NAMES)}", "auto",
+    )
     if cpu.is_active():
         sharded = args.use_torch_fsdp2 or args.use_megatron_fsdp
-        refuse(bool(sharded), "--use-torch-fsdp2/--use-megatron-fsdp", True, "sharded data parallelism needs CUDA", "--use-distributed-optimizer")
-        refuse(
+        _refuse(bool(sharded), "--use-torch-fsdp2/--use-megatron-fsdp", True, "sharded data parallelism needs CUDA", "--use-distributed-optimizer")
+        _refuse(
             args.transformer_impl != "local", "--transformer-impl", args.transformer_impl, "its layers need CUDA to be built", "local",
         )
 

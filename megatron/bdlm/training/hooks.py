@@ -19,6 +19,7 @@ from typing import Any, Callable, Optional
 
 import torch
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 from megatron.training import training as engine_training
 
@@ -60,20 +61,14 @@ class TokenCount:
         return 0 if self.tokens is None else int(self.tokens.item())
 
 
-def install(rows: RowCounter, skip_empty_batches: bool = True) -> None:
-    """Wrap the engine's training step; see the module docstring.
-
-    Args:
-        rows: counts the rows of an iteration.
-        skip_empty_batches: off where a loss on clean rows may exist without a supervised noisy token.
-    """
+def install(rows: RowCounter) -> None:
+    """Wrap the engine's training step; see the module docstring."""
     stock_train_step = engine_training.train_step
     count = TokenCount()
 
     def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, *args, **kwargs):
         config.finalize_model_grads_func = count.finalize
-        if skip_empty_batches:
-            _skip_empty_batches(optimizer, count)
+        _skip_empty_batches(optimizer, count)
         start = time.perf_counter()
         result = stock_train_step(
             forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, *args, **kwargs
@@ -105,12 +100,14 @@ def _skip_empty_batches(optimizer: Any, count: TokenCount) -> None:
 def _add_metrics(losses: dict[str, torch.Tensor], processed: int, seconds: float) -> None:
     """Move the losses by noise level out of `losses` and add the derived metrics to it, in place."""
     args = get_args()
-    _write_buckets({name: losses.pop(name).item() for name in list(losses) if name.startswith(BUCKET_PREFIX)})
-    losses.update({name: torch.nan_to_num(value, nan=0.0) for name, value in losses.items() if losses["supervised tokens"] == 0})
+    _write_buckets({name: losses.pop(name) for name in list(losses) if name.startswith(BUCKET_PREFIX)})
+    if losses["supervised tokens"].item() == 0:
+        losses.update({name: torch.nan_to_num(value, nan=0.0) for name, value in losses.items()})
     like = losses["lm loss"]
+    shares = args.tensor_model_parallel_size * args.pipeline_model_parallel_size  # ranks that share the work on a row
     derived = {
-        "clean tokens/s": args.global_batch_size * args.seq_length / args.world_size / seconds,
-        "processed rows/s": processed / seconds,
+        "clean tokens/s": get_current_global_batch_size() * args.seq_length / args.world_size / seconds,
+        "processed rows/s": processed / shares / seconds,
         "peak memory GiB": peak_memory_bytes() / 2**30,
     }
     if PPL_BOUND_OF in losses:
@@ -119,12 +116,13 @@ def _add_metrics(losses: dict[str, torch.Tensor], processed: int, seconds: float
         losses[name] = torch.tensor([value], dtype=torch.float, device=like.device)
 
 
-def _write_buckets(buckets: dict[str, float]) -> None:
+def _write_buckets(buckets: dict[str, torch.Tensor]) -> None:
     args, writer, wandb = get_args(), get_tensorboard_writer(), get_wandb_writer()
     iteration = args.curr_iteration + 1
     if writer is None or iteration % args.tensorboard_log_interval:
         return
-    for name, value in buckets.items():
+    for name, tensor in buckets.items():
+        value = tensor.item()
         if not math.isnan(value):
             writer.add_scalar(name, value, iteration)
             if wandb:

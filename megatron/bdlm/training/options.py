@@ -16,7 +16,6 @@ from megatron.bdlm.config import BDLMConfig, BDLMConfigError
 
 MODEL_OPTIONS = (
     "bdlm_block_size",
-    "bdlm_block_size_schedule",
     "bdlm_mask_token_id",
     "bdlm_label_shift",
     "bdlm_clean_attention",
@@ -104,8 +103,11 @@ def checkpoint_arguments(load: Optional[str]) -> Optional[Any]:
     return dist_checkpointing.load_common_state_dict(str(folder)).get("args")
 
 
-def check_against_checkpoint(config: BDLMConfig, saved: Any, load: str) -> None:
+def check_against_checkpoint(config: BDLMConfig, saved: Any, load: str, resuming: bool = False) -> None:
     """Refuse a run whose model options differ from those of the checkpoint that it loads.
+
+    Args:
+        resuming: the run goes on where the checkpoint stopped, so its block-size schedule must be the same too.
 
     Raises:
         BDLMConfigError: naming the flag and both values; or an autoregressive checkpoint.
@@ -125,6 +127,14 @@ def check_against_checkpoint(config: BDLMConfig, saved: Any, load: str) -> None:
                 f"{flag} {ours}: the checkpoint in {load} was written with {theirs}; a model keeps this option. "
                 f"A legal value: {theirs}"
             )
+
+
+    theirs = getattr(saved, "bdlm_block_size_schedule", None)
+    if resuming and config.bdlm_block_size_schedule != theirs:
+        raise BDLMConfigError(
+            f"--bdlm-block-size-schedule {config.bdlm_block_size_schedule}: the checkpoint in {load} was written with {theirs}, and "
+            f"a resumed run keeps its place in it. A legal value: {theirs or 'leave it out'}, or --finetune for a new run"
+        )
 
 
 def check_engine_options(args: Any, saved: Any, load: str) -> list[str]:

@@ -41,7 +41,7 @@ def prepare(group: type | None = None) -> Any:
     source = starting_folder(args.load, args.pretrained_checkpoint)
     saved = checkpoint_arguments(source)
     if saved is not None:
-        check_against_checkpoint(config, saved, source)
+        check_against_checkpoint(config, saved, source, resuming=source == args.load and not args.finetune)
         for line in check_engine_options(args, saved, source):
             if args.rank == 0:
                 print(f"> {line}", flush=True)
@@ -52,7 +52,7 @@ def prepare(group: type | None = None) -> Any:
     model_config.bdlm = config
     model_config.candidate_tokens = args.bdlm_candidate_tokens
     model_config.tokenizer_tokens = args.bdlm_tokenizer_vocab_size
-    hooks.install(step.processed_rows, skip_empty_batches=config.bdlm_clean_loss_weight == 0.0)
+    hooks.install(step.processed_rows)
     return pretrain_cfg_container_from_args(args, model_config)
 
 

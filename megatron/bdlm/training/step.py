@@ -33,7 +33,7 @@ from megatron.bdlm.parallel.plan import SequencePlan
 from megatron.bdlm.training.hooks import RowCounter
 
 processed_rows = RowCounter()
-"""Rows that this rank has put through its model in the current iteration."""
+"""Rows of the current iteration, counted on the last pipeline stage: each row once."""
 
 VALIDATION_METRICS = ("lm loss", "nelbo", "masked cross entropy")
 """What validation reports; the engine prints the exponential of each, so that of `nelbo` is the perplexity bound."""
@@ -95,7 +95,7 @@ def next_batch(data_iterator: Iterator[Sample], model: Any) -> Batch:
     params = BlockDiffusionParams.from_plan(
         plan, parallel_state.get_context_parallel_group(), _attention_options(config), device, _final_rows(plan, config, stage.config)
     )
-    if training:
+    if training and stage.post_process:
         processed_rows.add(plan.s_local * len(samples))
     positions = params.position_ids.expand(len(samples), -1)
     return Batch(input_ids, positions, params, rows, config, global_counts, training)
@@ -124,8 +124,16 @@ class _Layout:
     target_blocks: Optional[tuple[int, ...]]  # blocks with noisy rows; None for all
 
 
-def _documents(sample: ArraySample) -> Optional[tuple[int, ...]]:
-    return tuple(document_lengths(sample["documents"])) if "documents" in sample else None
+def _documents(sample: ArraySample, block_size: int) -> Optional[tuple[int, ...]]:
+    """Document lengths; padding behind the last document counts as documents of one block each, so that it costs little."""
+    if "documents" not in sample:
+        return None
+    lengths = document_lengths(sample["documents"])
+    if sample["documents"][-1] >= 0:
+        return tuple(lengths)
+    padding = lengths.pop()
+    whole, rest = divmod(padding, block_size)
+    return (*lengths, *(block_size,) * whole, *(rest,) * (rest > 0))
 
 
 def _restarts(sample: ArraySample) -> tuple[int, ...]:
@@ -133,7 +141,7 @@ def _restarts(sample: ArraySample) -> tuple[int, ...]:
 
 
 def _layout(sample: ArraySample, config: BDLMConfig) -> _Layout:
-    documents, restarts = _documents(sample), _restarts(sample)
+    documents, restarts = _documents(sample, config.bdlm_block_size), _restarts(sample)
     if config.bdlm_noisy_rows == "all":
         return _Layout(documents, restarts, None)
     starts = block_starts_of(len(sample["tokens"]), config.bdlm_block_size, documents, restarts)
@@ -142,7 +150,7 @@ def _layout(sample: ArraySample, config: BDLMConfig) -> _Layout:
 
 
 def _noised(sample: ArraySample, stage: Any, config: BDLMConfig, training: bool) -> Noised:
-    documents, restarts = _documents(sample), _restarts(sample)
+    documents, restarts = _documents(sample, config.bdlm_block_size), _restarts(sample)
     starts = block_starts_of(len(sample["tokens"]), config.bdlm_block_size, documents, restarts) if restarts else None
     return corrupt(
         sample["tokens"], sample["eligible"], config, config.bdlm_noise_seed, int(sample["sample_index"]), int(sample["epoch"]),
@@ -152,7 +160,7 @@ def _noised(sample: ArraySample, stage: Any, config: BDLMConfig, training: bool)
 
 
 def _targets(sample: ArraySample, noised: Noised, config: BDLMConfig) -> Targets:
-    return build_targets(sample["tokens"], sample["eligible"], noised, _documents(sample), config)
+    return build_targets(sample["tokens"], sample["eligible"], noised, _documents(sample, config.bdlm_block_size), config)
 
 
 def _global_rows(sample: ArraySample, noised: Noised) -> torch.Tensor:
@@ -203,15 +211,8 @@ def _final_rows(plan: SequencePlan, config: BDLMConfig, model_config: Any) -> Op
     return plan.noisy_rows if all(rows and rows % tensor_ranks == 0 for rows in held) else None
 
 
-@functools.lru_cache(maxsize=1)
-def _gradient_dtypes() -> dict[str, Optional[torch.dtype]]:
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "input": None}
-
-
 def _attention_options(config: BDLMConfig) -> AttentionOptions:
-    return AttentionOptions(
-        config.bdlm_transport, config.bdlm_attention_kernel, _gradient_dtypes()[config.bp_grad_dtype], config.bdlm_ranks_per_node
-    )
+    return AttentionOptions(config.bdlm_transport, config.bdlm_attention_kernel, config.bp_grad_dtype, config.bdlm_ranks_per_node)
 
 
 _ahead: dict[int, deque] = {}  # per data iterator: samples read before their turn, with the counts of their global batch
@@ -229,7 +230,7 @@ def _next_samples(
         return next(data_iterator), None
     queue = _ahead.setdefault(id(data_iterator), deque())
     if not queue:
-        micro_batches = list(itertools.islice(data_iterator, get_num_microbatches()))
+        micro_batches = [next(data_iterator) for _ in range(get_num_microbatches())]
         local = GlobalCounts(0, 0)
         for sample in itertools.chain.from_iterable(map(_unstack, micro_batches)):
             local += sample_counts(_targets(sample, _noised(sample, stage, config, training), config))
