@@ -73,7 +73,7 @@ def test_policies_for_too_long_items():
     ],
 )
 def test_tails(length, restarts, missing):
-    p = piece(length, restarts=restarts)
+    p = Piece(np.arange(length), np.arange(length) >= length // 2, restarts)  # ends in an answer
     assert fill(p, 100, S, "ragged", 9) is p
     filled = fill(p, 100, S, "eos-fill", 9)
     assert filled.tokens.tolist() == [*range(length), *[9] * missing]
@@ -83,6 +83,13 @@ def test_tails(length, restarts, missing):
     if length:
         starts = block_starts_of(filled.tokens.size, S, None, restarts)
         assert filled.tokens.size - starts[-1] == S
+
+
+def test_a_prompt_at_the_end_is_not_filled_with_supervised_tokens():
+    """Else the model would learn to stop behind a prompt, or behind what a chat template appends to an answer."""
+    for eligible in ([0, 0, 1, 1, 0, 0], [0, 1, 1, 1, 1, 0]):
+        p = Piece(np.arange(6), np.array(eligible, bool), ())
+        assert fill(p, 100, S, "eos-fill", 9) is p
 
 
 def test_a_tail_stops_at_the_limit():
