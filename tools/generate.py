@@ -1,16 +1,20 @@
 #!/usr/bin/env python3
-"""Sample continuations block by block from a checkpoint of pretrain_bdlm.py.
+"""Sample continuations block by block from a checkpoint of pretrain_bdlm.py, or from an exported Hugging Face folder.
 
     python tools/generate.py --load runs/quickstart/checkpoints --prompt "def main(" --max-new-tokens 64
     torchrun --nproc-per-node 2 tools/generate.py --tensor-model-parallel-size 2 --load ... --prompt ...
+    python tools/generate.py --hf exported --prompt "def main("      # `transformers` runs the model
 
-Block size, mask token and label shift are read from the checkpoint.
+Block size, mask token and label shift are read from the checkpoint, or from the folder's config.json.
 """
 
 import argparse
 import sys
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 warnings.filterwarnings("ignore")  # the engine warns at import about optional packages that sampling does not need
@@ -26,12 +30,15 @@ from megatron.bdlm.data.documents import DataError  # noqa: E402
 from megatron.bdlm.data.tokenizers import TokenizerSource, end_of_document_id, load_tokenizer  # noqa: E402
 from megatron.bdlm.generation import loading  # noqa: E402
 from megatron.bdlm.generation.policy import SamplingOptions  # noqa: E402
-from megatron.bdlm.generation.sampler import SamplingStatistics, sample  # noqa: E402
+from megatron.bdlm.generation.rows import BlockRules  # noqa: E402
+from megatron.bdlm.generation.sampler import Model, SamplingStatistics, sample  # noqa: E402
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--load", required=True, metavar="FOLDER", help="checkpoint folder (--save of the run, or one iter_* in it)")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--load", metavar="FOLDER", help="checkpoint folder (--save of the run, or one iter_* in it)")
+    source.add_argument("--hf", metavar="FOLDER", type=Path, help="folder of `convert_checkpoint.py export`, run by transformers")
     parser.add_argument("--prompt", action="append", default=[], help="text to continue; may be given several times, sampled as one batch")
     parser.add_argument("--prompt-file", action="append", default=[], type=Path, help="file whose whole text is a prompt; may be given several times")
     parser.add_argument("--tokenizer-model", help="tokenizer folder or file, if it is no longer where the run had it")
@@ -67,37 +74,79 @@ def report(statistics: SamplingStatistics) -> str:
     )
 
 
-def main() -> int:
-    args = parse_arguments()
-    cpu.adapt_engine(ON_CPU)
+@dataclass(frozen=True)
+class Source:
+    """A model to sample from, with its tokenizer."""
+
+    name: str
+    model: Model
+    rules: BlockRules
+    seq_length: Optional[int]  # tokens of a training sample, where it is known
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    end_token_id: Optional[int]
+
+
+def from_checkpoint(args: argparse.Namespace, device: torch.device) -> Source:
+    """A checkpoint of the engine, on the tensor-parallel ranks."""
     checkpoint = loading.find_checkpoint(args.load)
     saved = loading.saved_arguments(checkpoint)
     rules = loading.block_rules(saved, {name: value for name, value in vars(args).items() if name.startswith("bdlm_")})
-    source = TokenizerSource(
-        saved.tokenizer_type, args.tokenizer_model or saved.tokenizer_model, saved.vocab_file, saved.merge_file, saved.vocab_size
+    tokenizer = load_tokenizer(
+        TokenizerSource(
+            saved.tokenizer_type, args.tokenizer_model or saved.tokenizer_model, saved.vocab_file, saved.merge_file, saved.vocab_size
+        )
     )
-    tokenizer = load_tokenizer(source)
-    end = end_of_document_id(tokenizer)
+    return Source(
+        f"checkpoint {checkpoint}", loading.load_model(checkpoint, saved, args.tensor_model_parallel_size, device), rules,
+        saved.seq_length, lambda text: list(map(int, tokenizer.tokenize(text))), tokenizer.detokenize, end_of_document_id(tokenizer),
+    )
+
+
+def from_huggingface(args: argparse.Namespace, device: torch.device) -> Source:
+    """An exported folder, on this process."""
+    from megatron.bdlm.generation import huggingface
+
+    rules = huggingface.block_rules(args.hf)
+    for name in ("block_size", "mask_token_id", "label_shift", "clean_attention", "noisy_attention"):
+        wish, own = getattr(args, f"bdlm_{name}"), getattr(rules, name)
+        if wish not in (None, own):
+            flag = f"--bdlm-{name.replace('_', '-')}"
+            raise huggingface.FolderError(f"{flag} {wish}: config.json in {args.hf} says {own}. A legal value: {own}")
+    if args.tensor_model_parallel_size != 1:
+        raise huggingface.FolderError(
+            f"--tensor-model-parallel-size {args.tensor_model_parallel_size}: with --hf one process runs the model. A legal value: 1"
+        )
+    tokenizer = huggingface.load_tokenizer(Path(args.tokenizer_model or args.hf))
+    return Source(
+        f"folder {args.hf}", huggingface.load_model(args.hf, device), rules, None,
+        lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.decode, tokenizer.eos_token_id,
+    )
+
+
+def main() -> int:
+    args = parse_arguments()
+    cpu.adapt_engine(ON_CPU)
+    texts = [*args.prompt, *(path.read_text(encoding="utf-8") for path in args.prompt_file)]
+    device = loading.initialize_processes(args.tensor_model_parallel_size, args.seed)
+    source = from_huggingface(args, device) if args.hf else from_checkpoint(args, device)
+    ends = source.end_token_id is not None and not args.ignore_eos
     options = SamplingOptions(
         args.max_new_tokens, args.steps, args.tokens_per_step, args.threshold, args.temperature, args.top_p, args.seed,
-        eos_token_ids=() if end is None or args.ignore_eos else (end,),
+        eos_token_ids=(source.end_token_id,) if ends else (),
     )
-    texts = [*args.prompt, *(path.read_text(encoding="utf-8") for path in args.prompt_file)]
-    prompts = [list(map(int, tokenizer.tokenize(text))) for text in texts]
-
-    device = loading.initialize_processes(args.tensor_model_parallel_size, args.seed)
-    model = loading.load_model(checkpoint, saved, args.tensor_model_parallel_size, device)
+    prompts = [source.encode(text) for text in texts]
     first = torch.distributed.get_rank() == 0
     longest = max(map(len, prompts)) + options.max_new_tokens
-    if first and longest > saved.seq_length:
-        print(f"note: {longest} tokens in all, but the model was trained on samples of {saved.seq_length}", file=sys.stderr)
-    result = sample(model, prompts, rules, options, device=device)
+    if first and source.seq_length is not None and longest > source.seq_length:
+        print(f"note: {longest} tokens in all, but the model was trained on samples of {source.seq_length}", file=sys.stderr)
+    result = sample(source.model, prompts, source.rules, options, device=device)
     if first:
-        print(f"checkpoint {checkpoint}, block size {rules.block_size}, label shift {rules.label_shift}", file=sys.stderr)
+        print(f"{source.name}, block size {source.rules.block_size}, label shift {source.rules.label_shift}", file=sys.stderr)
         for number, sequence in enumerate(result.sequences):
             tokens = [t for t in (*sequence.prompt, *sequence.tokens) if t not in options.eos_token_ids]
             print(f"--- prompt {number}: {len(sequence.prompt)} tokens, {len(sequence.tokens)} new ({sequence.finish})")
-            print(tokenizer.detokenize(tokens))
+            print(source.decode(tokens))
         print("---")
         print(report(result.statistics))
     torch.distributed.destroy_process_group()

@@ -115,6 +115,24 @@ def test_export_of_the_trained_model(folder):
     assert "tolerance 1.0e-05: ok" in said
 
 
+def test_an_export_is_sampled_by_transformers_alone(folder):
+    """`generate.py --hf` writes what the checkpoint writes, with the label shift and block size of its config.json (fault E6)."""
+    if not (folder / "exported").exists():
+        tool("convert_checkpoint.py", "export", "--load", folder / "run", "--save", folder / "exported")
+    asked = ["--prompt", "the quick", "--prompt", "a", "--max-new-tokens", 19, "--ignore-eos"]
+    ours, theirs = (tool("generate.py", *source, *asked) for source in (["--load", folder / "run"], ["--hf", folder / "exported"]))
+    assert "block size 8, label shift next" in ours and "block size 8, label shift next" in theirs
+
+    def written(said):
+        return said[said.index("--- prompt 0") : said.index("\n---\n")]
+
+    assert written(ours) == written(theirs) and "19 new (length)" in written(ours)
+    said = tool("generate.py", "--hf", folder / "exported", *asked, "--bdlm-label-shift", "none", ok=False)
+    assert "--bdlm-label-shift none: config.json in" in said and "says next. A legal value: next" in said
+    said = tool("generate.py", "--hf", folder / "exported", *asked, "--tensor-model-parallel-size", 2, ok=False)
+    assert "--tensor-model-parallel-size 2" in said
+
+
 def test_evaluation(folder):
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": "the quick brown fox " * n}) + "\n" for n in (3, 5)))
     questions = [
