@@ -207,9 +207,9 @@ def strategies(size: int) -> list[dict[str, Any]]:
     ]
 
 
-def grid(size: int) -> list[Case]:
-    """Every shape with every strategy, transports in turn; every strategy with every transport on the first shapes."""
-    transports = [
+def transports(size: int) -> list[dict[str, Any]]:
+    """Transport and ranks of a node, every kind."""
+    return [
         dict(transport="direct"),
         dict(transport="ring"),
         dict(transport="allgather"),
@@ -218,14 +218,19 @@ def grid(size: int) -> list[Case]:
         dict(transport="hierarchical", ranks_per_node=1),
         dict(transport="hierarchical", ranks_per_node=size),
     ]
+
+
+def grid(size: int) -> list[Case]:
+    """Every shape with every strategy, transports in turn; every strategy with every transport on the first shapes."""
+    ways = transports(size)
     turn = random.Random(size)
     cases = []
     for number, shape in enumerate(SHAPES + FEW_BLOCKS):
         for strategy in strategies(size):
             if shape in FEW_BLOCKS and not (strategy["strategy"] == "cp" or strategy.get("block_parallel_size") == 1):
                 continue
-            chosen = transports if number in (0, 6) else turn.sample(transports, 1)
-            for transport in chosen if size > 1 else transports[:1]:
+            chosen = ways if number in (0, 6) else turn.sample(ways, 1)
+            for transport in chosen if size > 1 else ways[:1]:
                 options = {**shape, **transport, "plan": {**shape["plan"], **strategy}, "seed": number}
                 cases.append(Case(**options))
     return cases

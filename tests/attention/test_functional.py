@@ -7,7 +7,7 @@ once.
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.bdlm.attention.functional import block_diffusion_attention
@@ -15,7 +15,7 @@ from megatron.bdlm.attention.kernels import KernelUnavailable
 from megatron.bdlm.parallel.exchange import ExchangeError
 from megatron.bdlm.parallel.plan import SequencePlan
 from megatron.bdlm.testing.distributed import run_distributed
-from tests.attention.attention_cases import Case, errors, grid, run_case, run_cases_on_rank
+from tests.attention.attention_cases import Case, errors, grid, run_case, run_cases_on_rank, strategies, transports
 
 TOLERANCE = 1e-12
 
@@ -41,8 +41,8 @@ def test_every_strategy_and_transport(size):
 
 
 @st.composite
-def random_cases(draw):
-    """Any sample on one process: documents, blocks, views, masks, windows, heads."""
+def random_cases(draw, size=1):
+    """Any sample on `size` ranks: documents, blocks, views, masks, windows, heads, strategy, K, transport."""
     lengths = draw(st.lists(st.integers(0, 17), min_size=1, max_size=4).filter(sum))
     plan = dict(
         seq_length=sum(lengths),
@@ -53,21 +53,53 @@ def random_cases(draw):
         noisy_attention=draw(st.sampled_from(("bidirectional", "causal"))),
         block_origin=draw(st.integers(0, 6)),
     )
+    options = {}
+    if size > 1:
+        plan |= draw(st.sampled_from(strategies(size)))
+        options = draw(st.sampled_from(transports(size)))
+        assume(is_legal(plan, size))
     nk, g = draw(st.sampled_from((1, 2))), draw(st.sampled_from((1, 3)))
     return Case(
         plan,
         window=draw(st.none() | st.integers(1, 20)),
         queries=draw(st.sampled_from(("all", "noisy"))),
         heads=(nk * g, nk, 8, draw(st.sampled_from((8, 4)))),
+        batch=draw(st.sampled_from((1, 2))),
         seed=draw(st.integers(0, 9)),
         kernel=draw(st.sampled_from(("torch", "math"))),
+        **options,
     )
+
+
+def is_legal(plan, size):
+    """Whether the sample has a block for every block-parallel rank; nothing else may be refused here."""
+    try:
+        SequencePlan.build(**plan, context_parallel_size=size)
+    except ValueError as error:
+        assert "fewer than the" in str(error), error
+        return False
+    return True
 
 
 @settings(max_examples=40, deadline=None)
 @given(random_cases())
 def test_random_samples_on_one_process(case):
     assert_exact([case], [[run_case(case, 1, 0)]])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_random_samples_on_several_ranks(size):
+    """Hypothesis draws the cases, then one set of ranks runs all of them."""
+    cases = []
+
+    @settings(max_examples=60, deadline=None, phases=(Phase.generate,), database=None)
+    @given(random_cases(size))
+    def draw(case):
+        cases.append(case)
+
+    draw()
+    assert len(cases) >= 50 and len({str(case.plan.get("strategy")) for case in cases}) == 4
+    assert_exact(cases, run_distributed(run_cases_on_rank, size, cases))
 
 
 PERTURBED = dict(seq_length=30, block_size=4, views=2, documents=[7, 23])
