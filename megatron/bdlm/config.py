@@ -12,6 +12,7 @@ streams xt_1..xt_V ("views").
 import argparse
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, Optional
 
@@ -152,8 +153,14 @@ class BDLMConfig:
             "--bdlm-clean-loss-weight", self.bdlm_clean_loss_weight,
             "a next-token loss on clean rows needs --bdlm-clean-attention token-causal", "0",
         )
-        _require(self.bdlm_clean_loss_weight >= 0.0, "--bdlm-clean-loss-weight", self.bdlm_clean_loss_weight, "not negative", "0")
-        _require(self.bdlm_diffusion_loss_weight > 0.0, "--bdlm-diffusion-loss-weight", self.bdlm_diffusion_loss_weight, "positive", "1.0")
+        _require(
+            0.0 <= self.bdlm_clean_loss_weight < math.inf,
+            "--bdlm-clean-loss-weight", self.bdlm_clean_loss_weight, "not negative, finite", "0",
+        )
+        _require(
+            0.0 < self.bdlm_diffusion_loss_weight < math.inf,
+            "--bdlm-diffusion-loss-weight", self.bdlm_diffusion_loss_weight, "positive, finite", "1.0",
+        )
         _require(
             self.bdlm_views == 1 or self.bdlm_corruption == "absorbing",
             "--bdlm-views", self.bdlm_views, "complementary views need --bdlm-corruption absorbing", "1",
@@ -228,8 +235,8 @@ class BDLMConfig:
             raise BDLMConfigError(f"{flag} {text}: no JSON ({error}). A legal value: {legal}") from None
         kind = parameters.get("rope_type") if isinstance(parameters, dict) else None
         _require(kind in ROPE_PARAMETERS, flag, text, "rope_type is one of " + ", ".join(ROPE_PARAMETERS), legal)
-        missing = [name for name in ROPE_PARAMETERS[kind] if not isinstance(parameters.get(name), (int, float))]
-        _require(not missing, flag, text, f"rope_type {kind} needs numbers for " + ", ".join(missing), legal)
+        faulty = [name for name in ROPE_PARAMETERS[kind] if not _is_positive(parameters.get(name))]
+        _require(not faulty, flag, text, f"rope_type {kind} needs positive numbers for " + ", ".join(faulty), legal)
         return parameters
 
     def block_size_at(self, iteration: int) -> int:
@@ -258,6 +265,10 @@ class BDLMConfig:
             f"--block-parallel-size {slots} of --context-parallel-size {size} means {implied}", implied,
         )
         return strategy, slots
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _require(holds: bool, flag: str, value: object, rule: str, legal: str) -> None:

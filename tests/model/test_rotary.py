@@ -71,7 +71,7 @@ def test_scaled_frequencies_are_those_of_transformers(name):
     [
         ("linear", "--bdlm-rope-parameters linear: no JSON"),
         ('{"rope_type": "dynamic", "factor": 2.0}', "rope_type is one of linear, llama3, yarn"),
-        ('{"rope_type": "llama3", "factor": 8.0}', "needs numbers for low_freq_factor, high_freq_factor, original"),
+        ('{"rope_type": "llama3", "factor": 8.0}', "needs positive numbers for low_freq_factor, high_freq_factor, original"),
     ],
 )
 def test_refused_parameters(text, message):

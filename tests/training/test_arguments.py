@@ -1,5 +1,6 @@
 """Every refused combination names the flag, its value, the rule and a legal value."""
 
+import math
 import sys
 from types import SimpleNamespace
 
@@ -81,8 +82,22 @@ def test_stock_combination_passes():
         (dict(bdlm_noise_eps=1.0), "--bdlm-noise-eps 1.0"),
         (dict(bdlm_t_min=0.9, bdlm_t_max=0.5), "--bdlm-t-min/--bdlm-t-max 0.9/0.5"),
         (dict(bdlm_clean_loss_weight=1.0), "--bdlm-clean-loss-weight 1.0: .*token-causal"),
+        (dict(bdlm_clean_loss_weight=-1.0, bdlm_clean_attention="token-causal"), "--bdlm-clean-loss-weight -1.0: not negative"),
         (dict(bdlm_diffusion_loss_weight=0.0), "--bdlm-diffusion-loss-weight 0.0"),
+        (dict(bdlm_diffusion_loss_weight=math.inf), "--bdlm-diffusion-loss-weight inf: positive, finite"),
+        (dict(bdlm_diffusion_loss_weight=math.nan), "--bdlm-diffusion-loss-weight nan: positive, finite"),
         (dict(bdlm_views=2, bdlm_corruption="uniform"), "--bdlm-views 2"),
+        (dict(bdlm_views=2, bdlm_force_one_corrupted=True), "--bdlm-force-one-corrupted True: with --bdlm-views 2"),
+        (dict(bdlm_corruption="uniform"), "--bdlm-loss-weight nelbo: .* A legal value: unit"),
+        (
+            dict(bdlm_corruption="uniform", bdlm_loss_weight="unit", bdlm_loss_denominator="masked"),
+            "--bdlm-loss-denominator masked: --bdlm-corruption uniform scores every",
+        ),
+        (dict(bdlm_loss_denominator="block-mean"), "--bdlm-loss-denominator block-mean: a mean of block means"),
+        (dict(bdlm_rope_parameters="{x"), "--bdlm-rope-parameters {x: no JSON"),
+        (dict(bdlm_rope_parameters='{"rope_type": "dynamic"}'), "rope_type is one of linear, llama3, yarn"),
+        (dict(bdlm_rope_parameters='{"rope_type": "linear"}'), "rope_type linear needs positive numbers for factor"),
+        (dict(bdlm_rope_parameters='{"rope_type": "linear", "factor": -2}'), "rope_type linear needs positive numbers for factor"),
         (dict(bdlm_ranks_per_node=0), "--bdlm-ranks-per-node 0"),
         (dict(bdlm_cross_entropy_chunk=-1), "--bdlm-cross-entropy-chunk -1"),
         (dict(bdlm_block_size_schedule="0:1,x"), "--bdlm-block-size-schedule 0:1,x: .* A legal value: 0:1,1000:4,5000:32"),
@@ -160,6 +175,10 @@ def test_engine_defaults(monkeypatch):
             "--bdlm-block-size-schedule 0:17,5:16: size 17 must divide --seq-length 32",
         ),
         ("--seq-length 6 --context-parallel-size 4", "Nearest legal values: 8"),
+        (
+            "--seq-length 32 --context-parallel-size 4 --bdlm-ranks-per-node 3",
+            "--bdlm-ranks-per-node 3: it must divide --context-parallel-size 4. A legal value: 1",
+        ),
         ("--seq-length 32 --context-parallel-size 4 --bdlm-block-size 16", "--bdlm-block-size 16: .* 2 blocks for 4 .* --bdlm-block-size 8"),
     ],
 )

@@ -210,6 +210,11 @@ def _check_before_engine(args: Any) -> None:
             f"Nearest legal values: {nearest}"
         )
     config = config_from_args(args)
+    on_node = config.bdlm_ranks_per_node
+    _refuse(
+        on_node is not None and ranks % on_node != 0,
+        "--bdlm-ranks-per-node", on_node, f"it must divide --context-parallel-size {ranks}", str(math.gcd(on_node or 1, ranks)),
+    )
     if length is None:
         return
     for _, size in config.block_sizes():
