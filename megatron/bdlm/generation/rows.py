@@ -2,7 +2,7 @@
 
 A forward may hold, for each sequence of a batch, clean rows (a piece of the prompt, or a block that has just been
 finished) followed by the noisy rows of the block that is being filled. The rule is the block diffusion mask
-(docs/semantics.md, section 2) over the keys [cached clean rows; rows of this forward]:
+(docs/concepts.md) over the keys [cached clean rows; rows of this forward]:
 
     clean row, block b     clean keys of blocks <= b (block-causal) or up to its own position (token-causal)
     noisy row, block b     clean keys of blocks < b, noisy rows of block b (or only up to itself: causal)
