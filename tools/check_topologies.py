@@ -2,7 +2,9 @@
 
     python tools/check_topologies.py --iterations 20
 
-Exit code 1 if a topology differs by more than --tolerance (relative) or fails.
+    python tools/check_topologies.py --noise     # corrupted ids of every rank against one process, 0 and 4 data workers
+
+Exit code 1 if a topology differs by more than --tolerance (relative; --noise: in any bit) or fails.
 """
 
 import argparse
@@ -10,19 +12,54 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megatron.bdlm.testing.topologies import TOPOLOGIES, agreement, reference_run, topology_run
+import numpy as np
+
+from megatron.bdlm.testing.topologies import ONE_PROCESS, TOPOLOGIES, agreement, recorded_noise, reference_run, topology_run
 from megatron.bdlm.testing.training_run import RunFailure
+
+
+def check_noise(only: str, workers: list[int]) -> int:
+    """Print a line for each topology; returns how many differ or fail."""
+    failed = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        alone = {index: copies[0] for index, copies in recorded_noise(ONE_PROCESS, 0, folder).items()}
+        print(f"one process: {len(alone)} samples of {next(iter(alone.values())).size} noisy ids", flush=True)
+        print(f"{'topology':42} {'workers':>7} {'samples':>7} {'draws':>6}", flush=True)
+        for topology in TOPOLOGIES:
+            for count in workers if only in topology.name else ():
+                try:
+                    recorded = recorded_noise(topology, count, folder)
+                except RunFailure as failure:
+                    failed += 1
+                    print(f"{topology.name:42} {count:7} FAILED: {_reason(failure)}", flush=True)
+                    continue
+                draws = [(index, copy) for index, copies in recorded.items() for copy in copies]
+                good = recorded.keys() == alone.keys() and all(np.array_equal(copy, alone[index]) for index, copy in draws)
+                failed += not good
+                verdict = "identical" if good else "DIFFERS"
+                print(f"{topology.name:42} {count:7} {len(recorded):7} {len(draws):6} {verdict}", flush=True)
+    return failed
+
+
+def _reason(failure: RunFailure) -> str:
+    errors = [line for line in str(failure).splitlines() if "Error: " in line]
+    return errors[0] if errors else str(failure)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=20, help="steps of each run (default 20)")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference (default 1e-5)")
-    parser.add_argument("--only", help="run the topologies whose name contains this")
+    parser.add_argument("--noise", action="store_true", help="compare corrupted ids instead of training")
+    parser.add_argument("--workers", type=int, nargs="+", default=[0, 4], help="data workers for --noise (default 0 4)")
+    parser.add_argument("--only", default="", help="run the topologies whose name contains this")
     parser.add_argument("--script", default="pretrain_bdlm.py", help="entry script (default pretrain_bdlm.py)")
     parser.add_argument("flags", nargs="*", help="further flags for every run, behind --")
     args = parser.parse_args()
 
+    if args.noise:
+        return 1 if check_noise(args.only, args.workers) else 0
     failed = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -31,14 +68,13 @@ def main() -> int:
         print(f"one process, {args.iterations} steps: loss {losses[1]:.6f} -> {losses[args.iterations]:.6f}", flush=True)
         print(f"{'topology':42} {'steps':>5} {'loss':>9} {'grad norm':>9}", flush=True)
         for topology in TOPOLOGIES:
-            if args.only and args.only not in topology.name:
+            if args.only not in topology.name:
                 continue
             try:
                 result = agreement(topology_run(topology, folder, args.iterations, args.script, tuple(args.flags)), reference)
             except RunFailure as failure:
                 failed += 1
-                errors = [line for line in str(failure).splitlines() if "Error: " in line]
-                print(f"{topology.name:42} FAILED: {errors[0] if errors else failure}", flush=True)
+                print(f"{topology.name:42} FAILED: {_reason(failure)}", flush=True)
                 continue
             good = max(result.loss, result.gradient_norm) <= args.tolerance
             failed += not good

@@ -171,6 +171,11 @@ class BDLMConfig:
             "with --bdlm-views 2 every eligible token is corrupted in one of the views anyway", "False",
         )
         _require(
+            self.bdlm_corruption == "absorbing" or not self.bdlm_force_one_corrupted,
+            "--bdlm-force-one-corrupted", self.bdlm_force_one_corrupted,
+            "--bdlm-corruption uniform scores every supervised token anyway, and its replacement may be the same token", "False",
+        )
+        _require(
             self.bdlm_corruption == "absorbing" or self.bdlm_loss_weight == "unit",
             "--bdlm-loss-weight", self.bdlm_loss_weight,
             "p'(t)/p(t) is the bound of absorbing corruption; --bdlm-corruption uniform has none", "unit",

@@ -7,7 +7,7 @@ import torch
 from megatron.bdlm.testing.topologies import toy_flags
 from megatron.bdlm.testing.training_run import checkpoint_tensors, launch
 
-ENTRY = "tests/functional/recording_entry.py"
+ENTRY = "megatron/bdlm/testing/recording_entry.py"
 
 
 def _run(folder, iterations, empty, *flags, processes=2):
@@ -16,7 +16,7 @@ def _run(folder, iterations, empty, *flags, processes=2):
 
 
 def test_empty_everywhere_leaves_weights_alone(tmp_path):
-    """Step 2 (samples 4 to 7) has no supervised token: weights and optimizer state stay as after step 1."""
+    """Fault B3: step 2 (samples 4 to 7) has no supervised token: weights and optimizer state stay as after step 1."""
     run = _run(tmp_path, 2, "4,5,6,7", "--context-parallel-size", "2")
     assert run.scalars["lm loss"][2] == 0.0 and run.scalars["supervised tokens"][2] == 0.0
     assert run.scalars["supervised tokens"][1] > 0
@@ -28,7 +28,7 @@ def test_empty_everywhere_leaves_weights_alone(tmp_path):
 
 
 def test_empty_on_one_rank_is_finite(tmp_path):
-    """Data-parallel rank 1 gets only empty samples; the loss is that of the other rank's tokens."""
+    """Fault B3: data-parallel rank 1 gets only empty samples; the loss is that of the other rank's tokens."""
     run = _run(tmp_path, 2, "1,3,5,7")
     assert all(math.isfinite(value) and value > 0 for value in run.scalars["lm loss"].values())
     assert "number of skipped iterations:   0" in run.output

@@ -1,42 +1,31 @@
-"""Corrupted ids are bit-identical on every rank of every topology and for any number of data workers (faults D1)."""
+"""Fault D1: corrupted ids are bit-identical on every rank of a layout and for any number of data workers.
+
+`tools/check_topologies.py --noise` does this for every layout of `testing/topologies.py`.
+"""
 
 import numpy as np
 import pytest
 
-from megatron.bdlm.testing.topologies import toy_flags
-from megatron.bdlm.testing.training_run import launch
+from megatron.bdlm.testing.topologies import ONE_PROCESS, TOPOLOGIES, recorded_noise
 
-ENTRY = "tests/functional/recording_entry.py"
 ITERATIONS, GLOBAL_BATCH = 2, 4
-LAYOUTS = [
-    (2, "--context-parallel-size 2 --num-workers 0"),
-    (2, "--tensor-model-parallel-size 2 --num-workers 4"),
-    (4, "--context-parallel-size 2 --pipeline-model-parallel-size 2 --num-workers 0"),
-]
-
-
-def _recorded(folder, processes, flags):
-    folder.mkdir()
-    launch(ENTRY, toy_flags(ITERATIONS, *flags.split()), processes=processes, folder=folder, RECORD_NOISE=str(folder))
-    samples = {}
-    for path in folder.glob("*.npy"):
-        index, _ = path.stem.split("-")
-        samples.setdefault(int(index), []).append(np.load(path))
-    return samples
+LAYOUTS = {"CP 2 / BP 2 (CSBP)": 0, "TP 2": 4, "CP 2 x PP 2": 0}  # name -> data workers
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    return {index: copies[0] for index, copies in _recorded(tmp_path_factory.mktemp("noise") / "one", 1, "").items()}
+    recorded = recorded_noise(ONE_PROCESS, 0, tmp_path_factory.mktemp("noise"), ITERATIONS)
+    return {index: copies[0] for index, copies in recorded.items()}
 
 
 def test_every_sample_is_drawn_once(alone):
     assert sorted(alone) == list(range(ITERATIONS * GLOBAL_BATCH))
 
 
-@pytest.mark.parametrize("processes, flags", LAYOUTS, ids=[flags for _, flags in LAYOUTS])
-def test_ids_are_those_of_one_process(processes, flags, alone, tmp_path):
-    recorded = _recorded(tmp_path / "run", processes, flags)
+@pytest.mark.parametrize("topology", [t for t in TOPOLOGIES if t.name in LAYOUTS], ids=lambda t: t.name)
+def test_ids_are_those_of_one_process(topology, alone, tmp_path):
+    """Fault D1."""
+    recorded = recorded_noise(topology, LAYOUTS[topology.name], tmp_path, ITERATIONS)
     assert sorted(recorded) == sorted(alone)
     for index, copies in recorded.items():
         for copy in copies:

@@ -33,6 +33,7 @@ def _copy_at_five(checkpoint, target):
 
 
 def test_ten_steps_are_five_save_five(straight, tmp_path):
+    """Fault D2: loss, gradient norm and weights bit for bit; noise has no state to lose."""
     checkpoint, run = straight
     _copy_at_five(checkpoint, tmp_path / "checkpoint")
     folder = ["--load", str(tmp_path / "checkpoint"), "--save", str(tmp_path / "checkpoint"), "--save-interval", "5"]
@@ -69,7 +70,7 @@ def test_conflicting_model_option_is_refused(straight, tmp_path):
 
 
 def test_kill_during_a_save_keeps_the_last_checkpoint(straight, tmp_path):
-    """SIGKILL as soon as the next checkpoint folder appears; the run resumes from the complete one before it."""
+    """Fault D4: SIGKILL as soon as the next checkpoint folder appears; the run resumes from the complete one before it."""
     checkpoint, _ = straight
     _copy_at_five(checkpoint, tmp_path / "checkpoint")
     folder = ["--load", str(tmp_path / "checkpoint"), "--save", str(tmp_path / "checkpoint"), "--save-interval", "1"]

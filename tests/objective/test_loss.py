@@ -209,6 +209,20 @@ def test_metric_names_are_frozen():
     assert list(block_diffusion_loss(cost(rows), rows, config, counts, diagnostics=False)[2]) == losses
 
 
+def test_three_values_of_which_the_second_is_what_the_engine_adds_up():
+    """Fault B2: sum, count, metrics; the engine adds the counts of micro-batches in an int32. One tuple of another length
+    would be read as a mean already, and scaled again; the flag under which that happens is refused at start.
+    """
+    config = make()
+    targets = targets_by_hand(config, 4, [[1, 3]], [0.5] * 4)
+    rows = select_rows([targets], all_rows(targets))
+    loss, count, metrics = block_diffusion_loss(cost(rows), rows, config, sample_counts(targets))
+    assert loss.dim() == 0 and count.dtype == torch.int32 and int(count) == 4 and isinstance(metrics, dict)
+    total = torch.zeros([], dtype=torch.int)
+    total += count
+    assert int(total) == 4
+
+
 def test_rows_move_to_a_device():
     rows = select_rows([targets_by_hand(make(), 4, [[1]], [0.5] * 4)], np.arange(8))
     moved = rows.to("meta")

@@ -13,6 +13,8 @@ ON_CPU = cpu.enable()
 from megatron.training.arguments import parse_args  # noqa: E402
 
 from megatron.bdlm.config import RECIPES, BDLMConfig, BDLMConfigError  # noqa: E402
+from megatron.bdlm.data.documents import DataError  # noqa: E402
+from megatron.bdlm.data.tokenizers import Vocabulary  # noqa: E402
 from megatron.bdlm.training import arguments  # noqa: E402
 
 STOCK = dict(
@@ -53,6 +55,7 @@ STOCK = dict(
     ],
 )
 def test_refused_engine_flags(name, value, message):
+    """Faults A3, B2 (without --calculate-per-token-loss) and B8 (router losses: mixture of experts) among others."""
     if name in ("use_torch_fsdp2", "use_megatron_fsdp", "transformer_impl") and not ON_CPU:
         pytest.skip("refused on the CPU platform only; CUDA is available")
     with pytest.raises(BDLMConfigError, match=message):
@@ -98,6 +101,7 @@ def test_stock_combination_passes():
         (dict(bdlm_rope_parameters='{"rope_type": "dynamic"}'), "rope_type is one of linear, llama3, yarn"),
         (dict(bdlm_rope_parameters='{"rope_type": "linear"}'), "rope_type linear needs positive numbers for factor"),
         (dict(bdlm_rope_parameters='{"rope_type": "linear", "factor": -2}'), "rope_type linear needs positive numbers for factor"),
+        (dict(bdlm_force_one_corrupted=True, bdlm_corruption="uniform", bdlm_loss_weight="unit"), "--bdlm-force-one-corrupted True"),
         (dict(bdlm_ranks_per_node=0), "--bdlm-ranks-per-node 0"),
         (dict(bdlm_cross_entropy_chunk=-1), "--bdlm-cross-entropy-chunk -1"),
         (dict(bdlm_block_size_schedule="0:1,x"), "--bdlm-block-size-schedule 0:1,x: .* A legal value: 0:1,1000:4,5000:32"),
@@ -136,6 +140,7 @@ def test_strategy_follows_block_parallel_size(values, ranks, expected):
 
 
 def test_block_size_follows_its_schedule():
+    """Fault D3."""
     config = BDLMConfig(bdlm_block_size=32, bdlm_block_size_schedule="0:1,10:4,30:32")
     assert [config.block_size_at(i) for i in (0, 9, 10, 29, 30, 1000)] == [1, 1, 4, 4, 32, 32]
     assert BDLMConfig(bdlm_block_size=8).block_size_at(123) == 8
@@ -147,6 +152,7 @@ def _parsed(monkeypatch, *flags):
 
 
 def test_recipe_sets_values_and_a_flag_wins(monkeypatch):
+    """Fault F1."""
     args = _parsed(monkeypatch, "--bdlm-recipe", "fast-dllm-v2", "--bdlm-block-size", "8")
     assert args.bdlm_block_size == 8
     assert args.bdlm_views == RECIPES["fast-dllm-v2"]["bdlm_views"] == 2
@@ -183,6 +189,38 @@ def test_engine_defaults(monkeypatch):
     ],
 )
 def test_lengths_are_refused_with_the_nearest_legal_ones(monkeypatch, flags, message):
+    """Faults A9 and D3 (a scheduled size of 17)."""
     args = _parsed(monkeypatch, *flags.split())
     with pytest.raises(BDLMConfigError, match=message):
         arguments._check_before_engine(args)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--mock-data --data-path some/prefix", "--mock-data with some/prefix: .* A legal value: one of the two"),
+        (
+            "--seq-length 1048576 --global-batch-size 2048",
+            "--global-batch-size 2048: .* 2147483648 of --seq-length 1048576 pass 2147483647. A legal value: 2047",
+        ),
+    ],
+)
+def test_refused_before_the_engine(monkeypatch, flags, message):
+    args = _parsed(monkeypatch, *flags.split())
+    with pytest.raises(BDLMConfigError, match=message):
+        arguments._check_before_engine(args)
+
+
+def test_the_largest_global_batch_passes(monkeypatch):
+    arguments._check_before_engine(_parsed(monkeypatch, *"--seq-length 1048576 --global-batch-size 2047".split()))
+
+
+def test_padded_vocabulary_as_given():
+    """Fault E1: an embedding without a row for the mask token, or one that tensor ranks cannot share, is refused at start."""
+    vocabulary = Vocabulary(size=256, mask_token_id=255, eod_token_id=None, tokenizer_size=255)
+    args = SimpleNamespace(make_vocab_size_divisible_by=128, tensor_model_parallel_size=2, use_checkpoint_args=False)
+    assert arguments._padded_vocab_size(args, vocabulary, 300) == 300
+    with pytest.raises(DataError, match="--padded-vocab-size 255: the vocabulary has 256 rows .* a legal value: 256"):
+        arguments._padded_vocab_size(args, vocabulary, 255)
+    with pytest.raises(BDLMConfigError, match="--padded-vocab-size 301: --tensor-model-parallel-size 2 must divide it. A legal value: 256"):
+        arguments._padded_vocab_size(args, vocabulary, 301)

@@ -3,29 +3,20 @@
 `corrupt` is a pure function of (seed, global sample index, epoch, purpose, view): the corrupted ids are bit-identical
 on every rank of every layout, for every worker count, and after a resume. No generator has a state that could be lost.
 
-Random bits come from Philox4x64, a counter-based generator. Key and counter of a stream (all unsigned 64-bit words):
-
-    key     = (seed, first 8 bytes of SHA-256 of the purpose)
-    counter = (0, stream + 256 * view, epoch, sample index)
-
-The first counter word counts the blocks of output, so that streams never overlap. Streams are drawn as 32-bit words
-(little-endian halves of the generator's raw output); a permutation is drawn by `RandomState`, whose
-stream NumPy keeps frozen.
-
-One draw u in [0, 2^32) decides one token: it is corrupted when u < p * 2^32. p is computed in float64, so the last
-bit of a platform's log or cosine could matter only to a draw that equals the threshold exactly.
+Random bits: philox.py. One draw u in [0, 2^32) decides one token: it is corrupted when u < p * 2^32. p is computed in
+float64, so the last bit of a platform's logarithm could matter only to a draw that equals the threshold exactly.
 
 Shapes: L tokens of a sample, V views, B blocks, G groups that share a noise level (blocks, documents or the sequence).
 """
 
-import hashlib
 from dataclasses import dataclass
 from typing import Optional, Sequence
 
 import numpy as np
 
 from megatron.bdlm.config import BDLMConfig
-from megatron.bdlm.data.schedules import NoiseSchedule
+from megatron.bdlm.data.philox import NoiseKey, pieces, scratch
+from megatron.bdlm.data.schedules import NoiseSchedule, complement_weight
 from megatron.bdlm.parallel.blocks import build_blocks
 
 VALIDATION_T_RANGE = (1e-3, 1.0)
@@ -33,9 +24,7 @@ VALIDATION_T_RANGE = (1e-3, 1.0)
 
 _LEVEL, _ORDER, _SHIFT, _TOKEN, _REPLACEMENT = range(5)  # the streams of one sample
 
-_PIECE = 1 << 15  # words drawn at a time; even
-_WORD = 1 << 64
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: multiples of it modulo 2^64 are a low-discrepancy sequence
+_SMALL = 16  # tokens of a group that is reduced column by column
 
 
 @dataclass(frozen=True)
@@ -98,34 +87,34 @@ def corrupt(
     """
     tokens, eligible = _checked(tokens, eligible)
     length = tokens.shape[0]
-    key = _NoiseKey(seed, sample_index, epoch, purpose)
+    key = NoiseKey(seed, sample_index, epoch, purpose)
     t_min, t_max = t_range if t_range is not None else (config.bdlm_t_min, config.bdlm_t_max)
     blocks = Groups.of_blocks(length, config.bdlm_block_size, documents, block_starts)
     groups = _level_groups(config.bdlm_noise_level_per, length, blocks, documents)
     schedule = NoiseSchedule(config.bdlm_noise_schedule, config.bdlm_noise_eps)
 
     own_place = config.bdlm_noise_level_per == "block"
-    t_G = _unit_levels(groups, eligible, config.bdlm_noise_draw, key, own_place)
-    t_G *= t_max - t_min
-    t_G += t_min
+    if t_min == t_max:
+        t_G = np.full(len(groups.starts), t_min)
+    else:
+        t_G = _unit_levels(groups, eligible, config.bdlm_noise_draw, key, own_place)
+        t_G *= t_max - t_min
+        t_G += t_min
     views = config.bdlm_views
+    thresholds, t_L, nelbo_weight = _tables(schedule, t_G, groups, views)
     corrupted = np.empty((views, length), dtype=bool)
-    key.below(_TOKEN, groups.expand(_thresholds(schedule.probability(t_G))), out=corrupted[0])
+    force = config.bdlm_force_one_corrupted
+    draws = key.below(_TOKEN, groups.expand(thresholds), out=corrupted[0], keep=force)
     corrupted[0] &= eligible
-    if config.bdlm_force_one_corrupted:
-        _force_one(corrupted[0], key.words(_TOKEN, length), eligible, blocks)
+    if draws is not None:
+        _force_one(corrupted[0], draws, eligible, blocks)
     if views == 2:
         np.greater(eligible, corrupted[0], out=corrupted[1])  # eligible and not corrupted in the first view
-    t_L = groups.expand(t_G.astype(np.float32))
-    weights = [groups.expand(schedule.weight(t_G).astype(np.float32))]
-    if views == 2:
-        weights.append(groups.expand(schedule.complement_weight(t_G).astype(np.float32)))
-    nelbo_weight = weights[0][None] if views == 1 else np.stack(weights)
     unit = config.bdlm_loss_weight == "unit"
     return Noised(
         xt=_replace(tokens, corrupted, config, key, mask_token_id, vocab_size),
         corrupted=corrupted,
-        t=t_L[None] if views == 1 else np.stack([t_L, t_L]),
+        t=np.broadcast_to(t_L, (views, length)),
         weight=np.ones_like(nelbo_weight) if unit else nelbo_weight,
         nelbo_weight=nelbo_weight,
         range_factor=schedule.range_factor(t_min, t_max),
@@ -201,58 +190,21 @@ class Groups:
         """[L] bool -> [G] bool: some token of the group is set."""
         if not self.length:
             return np.zeros(0, dtype=bool)
-        return np.logical_or.reduceat(flags, self.starts)
-
-
-class _NoiseKey:
-    """The key of one sample's noise, and the streams it opens (module docstring)."""
-
-    def __init__(self, seed: int, sample_index: int, epoch: int, purpose: str):
-        if sample_index < 0 or epoch < 0:
-            raise ValueError(f"sample_index {sample_index}, epoch {epoch}: both must be 0 or more")
-        digest = hashlib.sha256(purpose.encode()).digest()[:8]
-        self._key = np.array([seed % _WORD, int.from_bytes(digest, "little")], dtype=np.uint64)
-        self._sample, self._epoch = sample_index, epoch
-
-    def _philox(self, stream: int, sample: int, view: int = 0) -> np.random.Philox:
-        counter = np.array([0, stream + 256 * view, self._epoch, sample], dtype=np.uint64)
-        return np.random.Philox(key=self._key, counter=counter)
-
-    def words(self, stream: int, count: int) -> np.ndarray:
-        """[count] uint32"""
-        return _words(self._philox(stream, self._sample), count)
-
-    def below(self, stream: int, largest: np.ndarray, out: np.ndarray) -> None:
-        """out[i] = word i of the stream <= largest[i], [count] each; a piece at a time, so that the words stay in cache."""
-        philox = self._philox(stream, self._sample)
-        for start in range(0, len(out), _PIECE):
-            piece = slice(start, min(start + _PIECE, len(out)))
-            np.less_equal(_words(philox, piece.stop - start), largest[piece], out=out[piece])
-
-    def ids(self, stream: int, count: int, bound: int, dtype: np.dtype) -> np.ndarray:
-        """[count] integers, uniform on [0, bound) up to bound / 2^32: the high halves of 32 x 32 bit products."""
-        philox, out = self._philox(stream, self._sample), np.empty(count, dtype)
-        for start in range(0, count, _PIECE):
-            drawn = _words(philox, min(_PIECE, count - start)).astype(np.uint64)
-            drawn *= np.uint64(bound)
-            drawn >>= np.uint64(32)
-            out[start : start + _PIECE] = drawn
+        if self.size is None or not self.size <= min(_SMALL, self.length):
+            return np.logical_or.reduceat(flags, self.starts)
+        whole = self.length // self.size * self.size
+        columns = flags[:whole].reshape(-1, self.size).T  # column by column: reduceat costs more than a short group itself
+        out = np.empty(len(self.starts), dtype=bool)
+        out[-1] = flags[whole:].any()  # the short last group; overwritten where there is none
+        inside = out[: columns.shape[1]]
+        inside[:] = columns[0]
+        for column in columns[1:]:
+            inside |= column
         return out
 
-    def permutation(self, count: int) -> np.ndarray:
-        """A permutation of 0..count-1."""
-        return np.random.RandomState(self._philox(_ORDER, self._sample)).permutation(count)
-
-    def shift(self) -> float:
-        """In [0, 1): the sample's place in a low-discrepancy (golden ratio) sequence over sample indices."""
-        offset = int(self._philox(_SHIFT, 0).random_raw())
-        return ((offset + self._sample * _GOLDEN) % _WORD >> 11) / 2.0**53
-
-
-def _words(philox: np.random.Philox, count: int) -> np.ndarray:
-    """The next [count] uint32; an odd count wastes half of the generator's last word."""
-    raw = philox.random_raw((count + 1) // 2)
-    return np.asarray(raw, dtype="<u8").view("<u4")[:count].astype(np.uint32, copy=False)
+    def of(self, tokens: np.ndarray) -> np.ndarray:
+        """The group of each of some tokens, int64."""
+        return tokens // self.size if self.size is not None else np.searchsorted(self.starts, tokens, side="right") - 1
 
 
 def _checked(tokens: np.ndarray, eligible: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -275,7 +227,7 @@ def _level_groups(per: str, length: int, blocks: Groups, documents: Optional[Seq
     return Groups(document_starts(length, None), length, None)
 
 
-def _unit_levels(groups: Groups, eligible: np.ndarray, draw: str, key: _NoiseKey, own_place: bool) -> np.ndarray:
+def _unit_levels(groups: Groups, eligible: np.ndarray, draw: str, key: NoiseKey, own_place: bool) -> np.ndarray:
     """[G] float64 in [0, 1): the noise levels before they are scaled to their range.
 
     Stratified: the n groups that hold an eligible token get one level in each of the n strata [k/n, (k+1)/n), in a
@@ -284,18 +236,36 @@ def _unit_levels(groups: Groups, eligible: np.ndarray, draw: str, key: _NoiseKey
     itself).
     """
     count = len(groups.starts)
-    levels = key.words(_LEVEL, count) * 2.0**-32
+    levels = key.units(_LEVEL, count)
     if draw == "uniform" or count == 0:
         return levels
     if not own_place:
-        levels[:] = key.shift()
+        levels[:] = key.shift(_SHIFT)
     if eligible.all():
-        levels += key.permutation(count)
+        levels += key.permutation(_ORDER, count)
         levels /= count
         return levels
     active = np.flatnonzero(groups.any(eligible))
-    levels[active] = (key.permutation(len(active)) + levels[active]) / max(1, len(active))
+    levels[active] = (key.permutation(_ORDER, len(active)) + levels[active]) / max(1, len(active))
     return levels
+
+
+def _tables(schedule: NoiseSchedule, t_G: np.ndarray, groups: Groups, views: int) -> tuple[np.ndarray, ...]:
+    """thresholds [G] uint32 (scratch), t [L] float32, NELBO weights [V, L] float32; a piece of the groups at a time, in cache."""
+    count = len(t_G)
+    thresholds = scratch("thresholds", count, np.uint32)
+    t_32, weight_G = np.empty(count, dtype=np.float32), np.empty((views, count), dtype=np.float32)
+    for piece in pieces(count):
+        t_32[piece] = t_G[piece]
+        p, rate = schedule.curve(t_G[piece])
+        np.divide(rate, p, out=weight_G[0, piece], casting="same_kind")
+        if views == 2:
+            weight_G[1, piece] = complement_weight(p, rate)
+        thresholds[piece] = _thresholds(p)
+    if groups.size == 1:
+        return thresholds, t_32, weight_G
+    weights = [groups.expand(weight) for weight in weight_G]
+    return thresholds, groups.expand(t_32), weights[0][None] if views == 1 else np.stack(weights)
 
 
 def _thresholds(p: np.ndarray) -> np.ndarray:
@@ -304,7 +274,7 @@ def _thresholds(p: np.ndarray) -> np.ndarray:
     np.ceil(p, out=p)
     np.clip(p, 1.0, 2.0**32, out=p)
     p -= 1.0
-    return p.astype(np.uint32)
+    return p
 
 
 def _force_one(corrupted: np.ndarray, draws: np.ndarray, eligible: np.ndarray, blocks: Groups) -> None:
@@ -312,19 +282,24 @@ def _force_one(corrupted: np.ndarray, draws: np.ndarray, eligible: np.ndarray, b
 
     Given that no draw fell below the threshold, the smallest is uniform over the block's eligible tokens.
     """
-    if not eligible.any():
+    if blocks.size == 1:
+        corrupted[:] = eligible
         return
-    lacking = blocks.expand(~blocks.any(corrupted)) & eligible
-    candidates = np.where(lacking, draws, np.uint32(2**32 - 1))
-    smallest = blocks.expand(np.minimum.reduceat(candidates, blocks.starts))
-    corrupted |= lacking & (candidates == smallest)
+    lacking = ~blocks.any(corrupted)
+    candidates = np.flatnonzero(blocks.expand(lacking) & eligible)
+    if not len(candidates):
+        return
+    draws = draws[candidates]
+    starts = np.flatnonzero(np.diff(blocks.of(candidates), prepend=-1))
+    smallest = np.repeat(np.minimum.reduceat(draws, starts), np.diff(starts, append=len(candidates)))
+    corrupted[candidates[draws == smallest]] = True
 
 
 def _replace(
     tokens: np.ndarray,
     corrupted: np.ndarray,
     config: BDLMConfig,
-    key: _NoiseKey,
+    key: NoiseKey,
     mask_token_id: Optional[int],
     vocab_size: Optional[int],
 ) -> np.ndarray:

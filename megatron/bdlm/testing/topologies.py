@@ -8,7 +8,11 @@ starts from the reference's initial weights, saved and resharded.
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from megatron.bdlm.testing.training_run import Run, launch
+
+RECORDING_ENTRY = "megatron/bdlm/testing/recording_entry.py"
 
 TOY_MODEL = (
     "--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention "
@@ -33,6 +37,8 @@ class Topology:
     flags: str
     from_checkpoint: bool = False
 
+
+ONE_PROCESS = Topology("one process", 1, "")
 
 TOPOLOGIES = (
     Topology("TP 2", 2, "--tensor-model-parallel-size 2"),
@@ -92,8 +98,23 @@ def topology_run(
     flags = topology.flags.split()
     if topology.from_checkpoint:
         flags += ["--load", str(folder / "initial"), "--finetune", "--no-load-optim", "--no-load-rng"]
-    name = "".join(c if c.isalnum() else "_" for c in topology.name)
-    return launch(script, toy_flags(iterations, *extra, *flags), processes=topology.processes, folder=folder / name)
+    return launch(script, toy_flags(iterations, *extra, *flags), processes=topology.processes, folder=folder / _file_name(topology))
+
+
+def recorded_noise(topology: Topology, workers: int, folder: Path, iterations: int = 1) -> dict[int, list[np.ndarray]]:
+    """Noisy streams [V, L] by global sample index: what each rank that drew the sample in a real run got; fresh weights."""
+    target = folder / f"noise_{_file_name(topology)}_{workers}"
+    target.mkdir(parents=True)
+    flags = toy_flags(iterations, *topology.flags.split(), "--num-workers", str(workers))
+    launch(RECORDING_ENTRY, flags, processes=topology.processes, folder=target, RECORD_NOISE=str(target))
+    samples: dict[int, list[np.ndarray]] = {}
+    for path in sorted(target.glob("*.npy")):
+        samples.setdefault(int(path.stem.split("-")[0]), []).append(np.load(path))
+    return samples
+
+
+def _file_name(topology: Topology) -> str:
+    return "".join(c if c.isalnum() else "_" for c in topology.name)
 
 
 def agreement(run: Run, reference: Run) -> Agreement:

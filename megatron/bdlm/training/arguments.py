@@ -34,6 +34,10 @@ ENGINE_DEFAULTS = dict(
 """Engine flags (by destination) whose stock defaults do not fit a block diffusion run; a flag given wins."""
 
 
+MOST_TOKENS = 2**31 - 1
+"""Of one global batch: the engine adds up what a loss is divided by in an int32."""
+
+
 def add_bdlm_arguments(parser: argparse.ArgumentParser, group: type | None = None) -> argparse.ArgumentParser:
     """Add the `bdlm` group, that of an entry script, and our defaults of engine flags; for `extra_args_provider`."""
     ArgumentGroupFactory(BDLMConfig).build_group(parser, "bdlm")
@@ -72,7 +76,8 @@ def parse_arguments(group: type | None = None) -> tuple[Any, BDLMConfig]:
     from megatron.training import get_tokenizer
 
     provider = functools.partial(add_bdlm_arguments, group=group)
-    _check_before_engine(parse_args(provider, ignore_unknown_args=True))
+    given = parse_args(provider, ignore_unknown_args=True)
+    _check_before_engine(given)
     args = parse_and_validate_args(extra_args_provider=provider)
     config = config_from_args(args)
     check_combination(args, config)
@@ -91,7 +96,7 @@ def parse_arguments(group: type | None = None) -> tuple[Any, BDLMConfig]:
     config.bdlm_mask_token_id = vocabulary.mask_token_id
     args.bdlm_tokenizer_vocab_size = vocabulary.tokenizer_size
     args.bdlm_candidate_tokens = vocabulary.size
-    args.padded_vocab_size = _padded_vocab_size(args, vocabulary)
+    args.padded_vocab_size = _padded_vocab_size(args, vocabulary, given.padded_vocab_size)
     if config.bdlm_noise_seed is None:
         config.bdlm_noise_seed = args.seed
     _, config.block_parallel_size = config.resolved_strategy(args.context_parallel_size)
@@ -188,12 +193,21 @@ def check_combination(args: Any, config: BDLMConfig) -> None:
         )
 
 
-def _padded_vocab_size(args: Any, vocabulary: Vocabulary) -> int:
-    """Embedding rows: those of the vocabulary, and no fewer than the checkpoint had (--use-checkpoint-args)."""
-    rows = vocabulary.padded(args.make_vocab_size_divisible_by, args.tensor_model_parallel_size)
+def _padded_vocab_size(args: Any, vocabulary: Vocabulary, given: int | None = None) -> int:
+    """Embedding rows: those given, else those of the vocabulary, and no fewer than the checkpoint had (--use-checkpoint-args).
+
+    Raises:
+        DataError, BDLMConfigError: given rows that lack tokens of the vocabulary, or that tensor-parallel ranks cannot share.
+    """
+    ranks = args.tensor_model_parallel_size
+    rows = vocabulary.padded(args.make_vocab_size_divisible_by, ranks)
+    if given is not None:
+        vocabulary.check_padded(given)
+        _refuse(given % ranks != 0, "--padded-vocab-size", given, f"--tensor-model-parallel-size {ranks} must divide it", str(rows))
+        return given
     saved = getattr(args, "padded_vocab_size", None) if args.use_checkpoint_args else None
     if saved is not None and saved > rows:
-        multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+        multiple = args.make_vocab_size_divisible_by * ranks
         rows = -(-saved // multiple) * multiple
     return rows
 
@@ -215,8 +229,18 @@ def _check_before_engine(args: Any) -> None:
         on_node is not None and ranks % on_node != 0,
         "--bdlm-ranks-per-node", on_node, f"it must divide --context-parallel-size {ranks}", str(math.gcd(on_node or 1, ranks)),
     )
+    data = args.data_path or args.train_data_path or args.data_args_path or args.per_split_data_args_path
+    _refuse(
+        bool(args.mock_data and data), "--mock-data", f"with {data if isinstance(data, str) else ' '.join(data or [])}",
+        "invented data takes no --data-path", "one of the two",
+    )
     if length is None:
         return
+    tokens, legal = length * (args.global_batch_size or 1), MOST_TOKENS // length
+    _refuse(
+        tokens > MOST_TOKENS, "--global-batch-size", args.global_batch_size,
+        f"the engine counts the tokens of a global batch in 32 bits, and {tokens} of --seq-length {length} pass {MOST_TOKENS}", str(legal),
+    )
     for _, size in config.block_sizes():
         _check_block_size(size, length, ranks, config)
 

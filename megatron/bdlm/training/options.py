@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from megatron.bdlm.config import BDLMConfig, BDLMConfigError
+from megatron.bdlm.data.noise import VALIDATION_T_RANGE
 
 MODEL_OPTIONS = (
     "bdlm_block_size",
@@ -50,6 +51,8 @@ def print_options(config: BDLMConfig) -> None:
     for field in dataclasses.fields(config):
         name = field.name
         print(f"  {name} {'.' * (48 - len(name))} {getattr(config, name)}", flush=True)
+    bound = "NELBO" if config.bdlm_corruption == "absorbing" else "cross entropy of all supervised tokens"
+    print(f"  validation: {bound} of one view under fixed noise, t in [{VALIDATION_T_RANGE[0]}, {VALIDATION_T_RANGE[1]}]", flush=True)
     print("-------------------------------------------------------------------------", flush=True)
 
 

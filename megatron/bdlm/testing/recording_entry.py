@@ -1,4 +1,4 @@
-"""`pretrain_bdlm.py` with two switches for tests, set by environment variables.
+"""`pretrain_bdlm.py` with two switches, set by environment variables, for tests and tools/check_topologies.py.
 
 RECORD_NOISE=folder   every rank writes the corrupted ids of each training sample that it draws
 EMPTY_SAMPLES=a,b     training samples whose tokens all lose their supervision ("all" for every one)
@@ -9,7 +9,7 @@ import pathlib
 import runpy
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
 from megatron.bdlm.platform import cpu  # noqa: E402
