@@ -7,6 +7,8 @@ Both members of a pair give the same loss and gradients (tests/objective/test_sh
 the figure is the ratio of medians.
 
     python benchmarks/shared_clean_stream.py --output benchmarks/results/shared_clean_stream.json
+
+writes a plot beside the figures.
 """
 
 import argparse
@@ -19,8 +21,12 @@ import time
 from datetime import date
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import torch
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -75,6 +81,24 @@ def prompts(length: int, vocabulary: int, share: float) -> tuple[tuple, tuple]:
     return (samples, config), (samples, dataclasses.replace(config, bdlm_noisy_rows="all"))
 
 
+def plot(results: dict, path: Path) -> None:
+    """Every repeat as a point, medians as bars."""
+    figure, axis = plt.subplots(figsize=(7, 3.6))
+    for place, (name, result) in enumerate(results.items()):
+        for side, label in ((0, "ours"), (1, "theirs")):
+            at, colour = place + 0.3 * side, f"C{side}"
+            axis.bar(at, result["seconds"][label], 0.28, color=colour, alpha=0.5, label=("shared", "not shared")[side] if not place else None)
+            axis.plot([at] * len(result["all"][label]), result["all"][label], ".", color=colour)
+        axis.text(place + 0.15, result["seconds"]["theirs"], f"{result['speedup']:.2f} x\n", ha="center")
+    axis.set_xticks([place + 0.15 for place in range(len(results))], list(results))
+    axis.set_ylabel("seconds a step")
+    axis.set_ylim(0, 1.2 * max(result["seconds"]["theirs"] for result in results.values()))
+    axis.grid(axis="y", alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sample (default 4096)")
@@ -103,6 +127,7 @@ def main() -> None:
         machine = {"processor": platform.machine(), "torch": torch.__version__, "threads": args.threads, "date": str(date.today())}
         options = {name: str(value) for name, value in vars(args).items()}
         args.output.write_text(json.dumps({"machine": machine, "options": options, "results": results}, indent=1) + "\n")
+        plot(results, args.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -104,7 +104,8 @@ def corrupt(
     thresholds, t_L, nelbo_weight = _tables(schedule, t_G, groups, views)
     corrupted = np.empty((views, length), dtype=bool)
     force = config.bdlm_force_one_corrupted
-    draws = key.below(_TOKEN, groups.expand(thresholds), out=corrupted[0], keep=force)
+    largest = thresholds if groups.size == 1 else groups.expand(thresholds, scratch("largest", length, np.uint32))
+    draws = key.below(_TOKEN, largest, out=corrupted[0], keep=force)
     corrupted[0] &= eligible
     if draws is not None:
         _force_one(corrupted[0], draws, eligible, blocks)
@@ -115,7 +116,7 @@ def corrupt(
         xt=_replace(tokens, corrupted, config, key, mask_token_id, vocab_size),
         corrupted=corrupted,
         t=np.broadcast_to(t_L, (views, length)),
-        weight=np.ones_like(nelbo_weight) if unit else nelbo_weight,
+        weight=np.broadcast_to(np.float32(1.0), nelbo_weight.shape) if unit else nelbo_weight,
         nelbo_weight=nelbo_weight,
         range_factor=schedule.range_factor(t_min, t_max),
         block_starts=blocks.starts,
@@ -178,13 +179,19 @@ class Groups:
             raise ValueError("block_starts: a block spans two documents; every document start must be a block start")
         return cls(given, length, None)
 
-    def expand(self, values: np.ndarray) -> np.ndarray:
-        """[G] -> [L]: each token gets the value of its group."""
-        if self.size == 1:
+    def expand(self, values: np.ndarray, out: Optional[np.ndarray] = None) -> np.ndarray:
+        """[G] -> [L]: each token gets the value of its group; into `out` where given."""
+        if out is None and self.size == 1:
             return values
+        if out is None:
+            out = np.empty(self.length, dtype=values.dtype)
         if self.size is not None:
-            return np.repeat(values, self.size)[: self.length]
-        return np.repeat(values, np.diff(self.starts, append=self.length))
+            whole = self.length // self.size
+            out[: whole * self.size].reshape(whole, self.size)[:] = values[:whole, None]
+            out[whole * self.size :] = values[whole:]
+        else:
+            out[:] = np.repeat(values, np.diff(self.starts, append=self.length))
+        return out
 
     def any(self, flags: np.ndarray) -> np.ndarray:
         """[L] bool -> [G] bool: some token of the group is set."""
@@ -264,8 +271,10 @@ def _tables(schedule: NoiseSchedule, t_G: np.ndarray, groups: Groups, views: int
         thresholds[piece] = _thresholds(p)
     if groups.size == 1:
         return thresholds, t_32, weight_G
-    weights = [groups.expand(weight) for weight in weight_G]
-    return thresholds, groups.expand(t_32), weights[0][None] if views == 1 else np.stack(weights)
+    weights = np.empty((views, groups.length), dtype=np.float32)
+    for weight, out in zip(weight_G, weights):
+        groups.expand(weight, out)
+    return thresholds, groups.expand(t_32), weights
 
 
 def _thresholds(p: np.ndarray) -> np.ndarray:

@@ -42,10 +42,10 @@ class NoiseKey:
         """out[i] = word i of the stream <= largest[i], [count] each; a piece at a time, so that the words stay in cache.
 
         Returns:
-            [count] uint32, the words, where they are to be kept.
+            [count] uint32, the words, where they are to be kept; scratch.
         """
         philox = self._philox(stream, self._sample)
-        kept = np.empty(len(out), dtype=np.uint32) if keep else None
+        kept = scratch("kept", len(out), np.uint32) if keep else None
         for piece in pieces(len(out)):
             words = _words(philox, piece.stop - piece.start)
             np.less_equal(words, largest[piece], out=out[piece])

@@ -109,7 +109,7 @@ def _sine_and_cosine(u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     With h = sin(pi u / 4): sin = 2 h sqrt(1 - h^2), cos = 1 - 2 h^2. Some four times as fast as a library's sine.
     """
     angle = u * (0.25 * math.pi)
-    square = angle * angle
+    square = np.asarray(angle * angle)
     h = np.full_like(square, _SINE[-1])
     for coefficient in _SINE[-2::-1]:
         h *= square

@@ -236,7 +236,7 @@ def _check_before_engine(args: Any) -> None:
     )
     if length is None:
         return
-    tokens, legal = length * (args.global_batch_size or 1), MOST_TOKENS // length
+    tokens, legal = length * (args.global_batch_size or 1), MOST_TOKENS // max(1, length)
     _refuse(
         tokens > MOST_TOKENS, "--global-batch-size", args.global_batch_size,
         f"the engine counts the tokens of a global batch in 32 bits, and {tokens} of --seq-length {length} pass {MOST_TOKENS}", str(legal),
