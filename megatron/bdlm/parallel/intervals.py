@@ -74,15 +74,19 @@ class Intervals:
         return spans(self.starts, self.stops - self.starts)
 
     def cut(self, *boundaries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The runs cut at every given token: (starts, stops), ascending, non-empty."""
-        # most boundaries lie in other ranks' shares: drop them before sorting
-        inside = [np.asarray(b, np.int64)[self.holds(b)] for b in boundaries]
+        """The runs cut at every given token: (starts, stops), ascending, non-empty. Each of `boundaries` ascends."""
+        inside = [self._inside(np.asarray(b, np.int64)) for b in boundaries]
         marks = np.sort(np.concatenate(inside + [self.starts]))
         marks = marks[np.diff(marks, prepend=-1) > 0]
         run = np.searchsorted(self.starts, marks, side="right") - 1
         following = np.concatenate((marks[1:], marks[-1:] + 1)) if len(marks) else marks
         same_run = np.concatenate((run[1:] == run[:-1], [False])) if len(marks) else np.zeros(0, bool)
         return marks, np.where(same_run, following, self.stops[run])
+
+    def _inside(self, ascending: np.ndarray) -> np.ndarray:
+        """Those of some ascending tokens that are held. Most boundaries lie in other ranks' shares and are never looked at."""
+        first, last = np.searchsorted(ascending, self.starts), np.searchsorted(ascending, self.stops)
+        return ascending[spans(first, last - first)]
 
     def intersect(self, other: "Intervals") -> "Intervals":
         """Tokens held by both."""

@@ -98,11 +98,9 @@ def _within(areas: np.ndarray, rows: np.ndarray, ranks: int, limit: float, least
 
 def _least_area(areas: np.ndarray, ranks: int) -> float:
     """What the heaviest rank must at least have: the mean, and k+1 of the kP+1 heaviest atoms for some k."""
-    least = areas.sum() / ranks
-    descending = np.sort(areas)[::-1]
-    for k in range((len(areas) - 1) // ranks + 1):
-        least = max(least, float(descending[k * ranks - k:k * ranks + 1].sum()))
-    return least
+    before = np.concatenate(([0], np.cumsum(np.sort(areas)[::-1])))  # area of the n heaviest atoms
+    k = np.arange((len(areas) - 1) // ranks + 1)
+    return max(areas.sum() / ranks, float((before[k * ranks + 1] - before[k * ranks - k]).max(initial=0)))
 
 
 def imbalance(weights: np.ndarray, owner: np.ndarray, ranks: int) -> float:
