@@ -106,8 +106,9 @@ def measure_on_rank(args: argparse.Namespace) -> None:
         way.compute()  # warms up plans of this part
     computation = statistics.median(timed(ways["cp/ring"], "compute") for _ in range(3))
     points = []
-    for ratio in args.ratios:
-        rate = rate_for_ratio(ratio, computation, busiest_link(described["cp/ring"], args.ranks_per_node)) if ratio else None
+    for ratio, rate in [(None, rate or None) for rate in args.rates or ()] or [(ratio, None) for ratio in args.ratios]:
+        if ratio:
+            rate = rate_for_ratio(ratio, computation, busiest_link(described["cp/ring"], args.ranks_per_node))
         limited = limit(rate)
         if limited and ratio:
             # steps wait for each other and packets have headers: correct the rate by what the ring took
@@ -165,7 +166,7 @@ def print_result(result: dict) -> None:
         )
     for point in result["points"]:
         rate = "no limit" if point["rate_mbit"] is None else f"{point['rate_mbit']:.1f} Mbit/s"
-        print(f"\nratio {point['ratio']} ({rate}; met: {point['ratio_met']:.2f})")
+        print(f"\nratio {'-' if point['ratio'] is None else point['ratio']} ({rate}; met: {point['ratio_met']:.2f})")
         print(f"{'way':18} {'step s':>8} {'compute':>8} {'communic.':>9} {'maximum':>8} {'exposed':>8} {'x csbp/direct':>13}")
         ours = point["speedups"].get("csbp/direct", {})
         for name, row in point["ways"].items():
@@ -219,6 +220,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks-per-node", type=int, default=1)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, help="cp/ring must be among them")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.0, 0.75, 1.5, 3.0])
+    parser.add_argument("--rates", type=float, nargs="+", help="Mbit/s of a node's link instead of ratios (0: no limit)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device-rate", type=float, help="flop/s of a device for every rank (default: compute on the cores)")
     for field in dataclasses.fields(Shape):
@@ -243,7 +245,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, cluster(args.nodes, args.ranks_per_node) as machines:
         answer = os.path.join(folder, "result.json")
         # without an emulated network there is no rate to set
-        ratios = [] if machines.emulated else ["--ratios", "0"]
+        ratios = [] if machines.emulated else ["--rates", "0"]
         machines.torchrun(__file__, [*sys.argv[1:], "--worker", answer, *ratios], args.timeout)
         raw = json.loads(Path(answer).read_text())
     settings = {name: value for name, value in vars(args).items() if name not in ("json", "plot", "worker", "timeout")}
