@@ -117,11 +117,12 @@ class BlockDiffusionAttention(torch.autograd.Function):
         exchange = call.exchange(backward=False)
         exchange.post(_shared_rows(k, v, call))
 
-        q_folded, keys, values = fold(q, key_heads), _heads_joined(k), _heads_joined(v)  # [s, g, h, d], [s, h, d]
+        q_folded = fold(q, key_heads)  # [s, g, h, d]
+        keys, values = (_arranged(_heads_joined(x), call.kernel) for x in (k, v))  # [s, h, d]
         seen = Partial.empty(q_folded, v.shape[3])
         attend(seen, q_folded, keys, values, _tiles(call.program.local, q_folded, call.kernel), call.kernel, call.scale)
         for arrival in exchange.arrivals():
-            keys, values = arrival.rows.split((head_size, v.shape[3]), dim=-1)
+            keys, values = _arranged(arrival.rows, call.kernel).split((head_size, v.shape[3]), dim=-1)
             attend(seen, q_folded, keys, values, _tiles(arrival.piece, q_folded, call.kernel), call.kernel, call.scale)
 
         if call.padding:
@@ -176,6 +177,11 @@ def _heads_joined(x: torch.Tensor) -> torch.Tensor:
     """[s, b, nk, d] -> [s, h, d] with a contiguous last dimension; a view where the strides allow it."""
     x = x.flatten(1, 2)
     return x if x.stride(2) == 1 and x.stride(1) > 0 else x.contiguous()
+
+
+def _arranged(x: torch.Tensor, kernel: AttentionKernel) -> torch.Tensor:
+    """x [s, h, ..], in the order of heads in memory where the kernel's forward is faster so: one copy serves every tile."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1) if kernel.keys_by_head else x
 
 
 def _shared_range(call: AttentionCall) -> slice:

@@ -48,6 +48,7 @@ class AttentionKernel(ABC):
     name: str
     note: str  # why `auto` takes it where it can, in a few words
     takes_mask: bool = False
+    keys_by_head: bool = False  # forward reads keys and values faster where the rows of a head are contiguous
 
     @abstractmethod
     def refusal(self, case: KernelCase) -> str | None:
