@@ -13,7 +13,8 @@ Order of steps (the same on every rank), j = node distance, t = index distance i
 
 In backward a rank's contribution to the gradient of a row goes to the row's landing on its own node; when all of the
 node's have been summed there, one sum crosses back to the owner. The crossing of j + 1 is under way while j is
-computed.
+computed. Forward computes j = 0 first, while the first rows cross. Backward keeps the larger half of it for the end,
+while the last sum crosses.
 
     Example, M = 2, G = 2: rank 2 = (1, 0) is the landing of rank 0 = (0, 0) on node 1; it hands rank 0's rows to
     rank 3, adds rank 3's gradient of them to its own, and sends the sum to rank 0.
@@ -55,16 +56,29 @@ class Returning:
         self.where.add(self.total, self.rows)
 
 
+Inside = tuple[Pending, torch.Tensor | None]
+
+
 class HierarchicalExchange(Exchange):
     """See the module docstring; without remote nodes it is the direct exchange of one node."""
 
     def begin(self) -> None:
         self.per_node = self.link.ranks_per_node
         self.node, self.index = divmod(self.link.rank, self.per_node)
-        self.inside: tuple[Pending, torch.Tensor | None] = self._post_inside(0, 1, None)
-        self.landing = self._post_across(1)
+        self.landing: Landing | None = None  # of the node distance that is computed; None: our own node
+        self.inside: Inside = (Pending(), None)  # the next piece from a rank of our node
+        self.order = self._order()
+        self._post_next(0)
+        self.crossing = self._post_across(1)  # the next landing
         self.returning_inside: Returning | None = None  # gradient transfers under way
         self.returning_across: Returning | None = None
+
+    def _order(self) -> list[tuple[int, int]]:
+        """Steps (node distance, index distance); see the module docstring."""
+        own = [(0, step) for step in range(1, self.per_node)]
+        others = [(distance, step) for distance in range(1, self.link.nodes) for step in range(self.per_node)]
+        first = len(own) if self.wire is None or not others else len(own) // 2
+        return own[:first] + others + own[first:]
 
     def _rank(self, node: int, index: int) -> int:
         return node % self.link.nodes * self.per_node + index % self.per_node
@@ -114,49 +128,54 @@ class HierarchicalExchange(Exchange):
             total = torch.zeros(rows.shape, dtype=self.wire.sum_dtype, device=rows.device)
         return Landing(owner, needed, pending, rows, total)
 
-    def _post_inside(
-        self, node_distance: int, step: int, landing: Landing | None
-    ) -> tuple[Pending, torch.Tensor | None]:
+    def _post_next(self, place: int) -> None:
+        """Post the transfer inside the node of the step at `place`; a landing's own rows (step 0) need none."""
+        distance, step = self.order[place] if place < len(self.order) else (0, 0)
+        self.inside = self._post_inside(distance, step, self.landing if distance else None) if step else (Pending(), None)
+
+    def _post_inside(self, distance: int, step: int, landing: Landing | None) -> Inside:
         """Hand rows of our landing (our own rows when there is none) to index i + step; receive from index i - step."""
-        if step >= self.per_node:
-            return Pending(), None
         to = self._rank(self.node, self.index + step)
         source = self._rank(self.node, self.index - step)
         rows = self._of_landing(to, landing).take(self.shared if landing is None else landing.rows)
-        piece = self.pieces.get(self._rank(self.node - node_distance, self.index - step))
+        piece = self.pieces.get(self._rank(self.node - distance, self.index - step))
         received = None if piece is None else self.buffer(len(piece.rows))
         return self.transfer({to: rows}, {} if received is None else {source: received}, INSIDE), received
 
     def arrivals(self) -> Iterator[Arrival]:
-        landing = None
-        for distance in range(self.link.nodes):
-            if distance > 0:
-                landing = self.landing
+        for place, (distance, step) in enumerate(self.order):
+            if step == 0:
+                landing = self.landing = self.crossing
                 landing.pending.wait()
-                self.landing = self._post_across(distance + 1)
-                self.inside = self._post_inside(distance, 1, landing)
-                if landing.owner in self.pieces:
-                    where = self._of_landing(self.link.rank, landing)
-                    arrival = self.arrival(landing.owner, where.take(landing.rows))
-                    yield arrival
-                    if self.wire is not None:
-                        where.add(landing.total, arrival.gradient)
-            for step in range(1, self.per_node):
+                self.crossing = self._post_across(distance + 1)
+            else:
+                landing = self.landing if distance else None
                 pending, rows = self.inside
                 pending.wait()
-                self.inside = self._post_inside(distance, step + 1, landing)
-                arrival = None
-                if rows is not None:
-                    arrival = self.arrival(self._rank(self.node - distance, self.index - step), rows)
-                    yield arrival
-                if self.wire is not None:
-                    self._give_back_inside(step, arrival, landing)
-            if self.wire is not None and landing is not None:
-                self._give_back_across(distance, landing)
+            self._post_next(place + 1)
+            arrival = None
+            if step == 0 and landing.owner in self.pieces:
+                arrival = self.arrival(landing.owner, self._of_landing(self.link.rank, landing).take(landing.rows))
+            elif step and rows is not None:
+                arrival = self.arrival(self._rank(self.node - distance, self.index - step), rows)
+            if arrival is not None:
+                yield arrival
+            if self.wire is not None:
+                self._give_back(distance, step, arrival, landing)
         self._take_back_inside()
         self._take_back_across()
 
     # -- gradients --
+
+    def _give_back(self, distance: int, step: int, arrival: Arrival | None, landing: Landing | None) -> None:
+        """Let a finished piece's gradient go its way, and after a node's last piece the node's sum."""
+        if step:
+            self._give_back_inside(step, arrival, landing)
+        elif arrival is not None:
+            self._of_landing(self.link.rank, landing).add(landing.total, arrival.gradient)
+        if distance and step == self.per_node - 1:
+            self._give_back_across(distance, landing)
+            self.landing = None
 
     def _give_back_inside(self, step: int, arrival: Arrival | None, landing: Landing | None) -> None:
         """Send a piece's gradient to its landing at index i - step; receive what index i + step computed for ours."""
