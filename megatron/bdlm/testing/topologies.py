@@ -65,6 +65,10 @@ TOPOLOGIES = (
         "CP 2 / BP 2, full recompute", 2,
         "--context-parallel-size 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
+    Topology(
+        "CP 2 / BP 2, selective recompute", 2,
+        "--context-parallel-size 2 --recompute-granularity selective --recompute-modules core_attn",
+    ),
     Topology("CP 2 x DP 2, 2 workers", 4, "--context-parallel-size 2 --num-workers 2"),
 )
 
