@@ -195,6 +195,10 @@ class BDLMConfig:
             self.bdlm_ranks_per_node is None or self.bdlm_ranks_per_node >= 1,
             "--bdlm-ranks-per-node", self.bdlm_ranks_per_node, "a node has at least one rank", "8",
         )
+        _require(
+            self.bp_grad_dtype == "fp32" or self.bdlm_transport != "allgather",
+            "--bp-grad-dtype", self.bp_grad_dtype, "--bdlm-transport allgather sums gradients on the wire, in float32", "fp32",
+        )
         self.rope_parameters()
         _require(self.bdlm_cross_entropy_chunk >= 0, "--bdlm-cross-entropy-chunk", self.bdlm_cross_entropy_chunk, "not negative", "4096")
 

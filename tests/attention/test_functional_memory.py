@@ -91,12 +91,26 @@ def test_memory_on_four_ranks():
 
 @pytest.mark.parametrize("block_size", [4, 32])
 def test_peak_memory_of_one_rank_is_linear_in_the_length(block_size):
+    """Fault A4."""
     peaks = []
     for length in (2048, 4096):  # above the row counts at which the kernel takes larger buffers
         plan = SequencePlan.build(length, block_size)
         block_diffusion_attention(*inputs(plan), plan)
         peaks.append(peak_bytes(plan))
     assert peaks[1] <= 2.1 * peaks[0], peaks
+
+
+def test_peak_memory_of_32768_tokens_on_one_rank():
+    """Fault A4: forward of L = 32768 holds some dozens of numbers a row; a mask of [2L, 2L] bytes would be 4 GiB."""
+    plan = SequencePlan.build(32768, 32)
+    x = torch.randn(plan.s_local, 1, 1, 8)
+    with torch.no_grad(), torch.autograd.profiler.profile(profile_memory=True) as profiler:
+        block_diffusion_attention(x, x, x, plan)
+    held = peak = 0
+    for event in sorted((e for e in profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    assert plan.s_local == 65536 and peak < 400 * plan.s_local, peak
 
 
 # ---- reduced precision ----------------------------------------------------------------------------------
@@ -122,6 +136,7 @@ def root_mean_square_errors(shards, case):
 
 
 def test_bfloat16_error_does_not_grow_with_the_ring():
+    """Fault A6."""
     cases = bfloat16_cases(4)
     results = run_distributed(bfloat16_on_rank, 4, cases)
     alone = root_mean_square_errors([run_case(cases[0], 1, 0)], cases[0])

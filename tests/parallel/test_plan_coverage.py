@@ -22,6 +22,7 @@ def buildable(sample: dict):
 @many
 @given(samples(), windows, st.sampled_from(["all", "all", "noisy"]))
 def test_random_samples(sample, window, queries):
+    """Fault A7."""
     plans = buildable(sample)
     counted, wanted = counted_pairs(plans, window, queries), allowed_pairs(window, queries, **sample)
     assert np.array_equal(counted, wanted), np.argwhere(counted != wanted)[:5]
@@ -76,6 +77,16 @@ def test_length_30_on_four_ranks_with_blocks_of_4(strategy, slots, clean_attenti
     plans = plans_of(**sample)
     assert plans[0].block_starts.tolist() == [0, 4, 8, 12, 16, 20, 24, 28] and plans[0].block_stops[-1] == 30
     assert np.array_equal(counted_pairs(plans), allowed_pairs(**sample))
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("clean_attention", ["block-causal", "token-causal"])
+def test_length_96_with_blocks_of_4(clean_attention, size):
+    """Fault A1: element by element the plain loops' mask, blocks far below any kernel's tile."""
+    sample = dict(
+        seq_length=96, block_size=4, context_parallel_size=size, block_parallel_size=size, clean_attention=clean_attention
+    )
+    assert np.array_equal(counted_pairs(plans_of(**sample)), allowed_pairs(**sample))
 
 
 @pytest.mark.parametrize("length", [16, 31, 32])

@@ -103,6 +103,7 @@ def test_stock_combination_passes():
         (dict(bdlm_rope_parameters='{"rope_type": "linear", "factor": -2}'), "rope_type linear needs positive numbers for factor"),
         (dict(bdlm_force_one_corrupted=True, bdlm_corruption="uniform", bdlm_loss_weight="unit"), "--bdlm-force-one-corrupted True"),
         (dict(bdlm_ranks_per_node=0), "--bdlm-ranks-per-node 0"),
+        (dict(bdlm_transport="allgather", bp_grad_dtype="bf16"), "--bp-grad-dtype bf16: .* sums .* A legal value: fp32"),
         (dict(bdlm_cross_entropy_chunk=-1), "--bdlm-cross-entropy-chunk -1"),
         (dict(bdlm_block_size_schedule="0:1,x"), "--bdlm-block-size-schedule 0:1,x: .* A legal value: 0:1,1000:4,5000:32"),
         (dict(bdlm_block_size_schedule="5:1,10:32"), "--bdlm-block-size-schedule 5:1,10:32: iterations ascend from 0"),
