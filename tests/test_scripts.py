@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = sorted([*ROOT.glob("examples/*.sh"), *ROOT.glob("benchmarks/*.sh"), *ROOT.glob("tests/*.sh"), ROOT / ".ci" / "run"])
+SCRIPTS = sorted([*ROOT.glob("examples/*.sh"), *ROOT.glob("examples/slurm/*"), *ROOT.glob("benchmarks/*.sh"), *ROOT.glob("tests/*.sh"), ROOT / ".ci" / "run"])
 
 FAKE_PYTHON = """#!/usr/bin/env bash
 # -c CODE succeeds; -m venv DIR makes DIR/bin/python; -m pip install notes its arguments and ends with FAKE_PIP_EXIT
