@@ -4,7 +4,7 @@
 #
 #     bash examples/quickstart.sh
 #
-# Any machine with 2 cores will do (about 7 minutes after the packages are there); GPUs are used where they are.
+# Any machine with 2 cores will do (5 to 8 minutes after the packages are there); GPUs are used where they are.
 # Everything goes into runs/quickstart; what is already there is kept, so an interrupted run continues.
 #
 #   RUN_DIR       where everything goes (default: runs/quickstart)
