@@ -8,7 +8,7 @@ minute. A *ratio* r sets the link rate at which everything that `cp/ring` sends 
 reduction of the weights' gradients) takes r times its computation, from the bytes that its busiest link counted without a limit.
 
 Beside every step stand its ceilings: `compute`, the same step with every piece of remote keys and values already there and
-without a limit; `communicate`, the busiest link's bytes at the link's rate; and their maximum. Figures are medians over rounds.
+without a limit; `communicate`, the busiest link's bytes at the link's rate (5% of a packet are headers); and their maximum. Figures are medians over rounds.
 
 --device-rate: attention takes the time of a device of its own for every rank (see context_strategies.py); everything else, the
 optimizer included, is computed by the cores, which ranks share.

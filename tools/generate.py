@@ -9,6 +9,7 @@ Block size, mask token and label shift are read from the checkpoint, or from the
 """
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -113,11 +114,7 @@ def from_huggingface(args: argparse.Namespace, device: torch.device) -> Source:
         if wish not in (None, own):
             flag = f"--bdlm-{name.replace('_', '-')}"
             raise huggingface.FolderError(f"{flag} {wish}: config.json in {args.hf} says {own}. A legal value: {own}")
-    if args.tensor_model_parallel_size != 1:
-        raise huggingface.FolderError(
-            f"--tensor-model-parallel-size {args.tensor_model_parallel_size}: with --hf one process runs the model. A legal value: 1"
-        )
-    tokenizer = huggingface.load_tokenizer(Path(args.tokenizer_model or args.hf))
+    tokenizer = huggingface.load_tokenizer(Path(args.tokenizer_model or args.hf), "--tokenizer-model" if args.tokenizer_model else "--hf")
     return Source(
         f"folder {args.hf}", huggingface.load_model(args.hf, device), rules, None,
         lambda text: tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.decode, tokenizer.eos_token_id,
@@ -127,6 +124,11 @@ def from_huggingface(args: argparse.Namespace, device: torch.device) -> Source:
 def main() -> int:
     args = parse_arguments()
     cpu.adapt_engine(ON_CPU)
+    processes = max(args.tensor_model_parallel_size, int(os.environ.get("WORLD_SIZE", "1")))
+    if args.hf and processes != 1:
+        raise loading.LoadError(
+            f"--tensor-model-parallel-size {processes}: with --hf one process runs the model, without torchrun. A legal value: 1"
+        )
     texts = [*args.prompt, *(path.read_text(encoding="utf-8") for path in args.prompt_file)]
     device = loading.initialize_processes(args.tensor_model_parallel_size, args.seed)
     source = from_huggingface(args, device) if args.hf else from_checkpoint(args, device)

@@ -71,7 +71,7 @@ def block_diffusion_attention(
         ranks_per_node: consecutive ranks on a node; default LOCAL_WORLD_SIZE.
 
     Returns:
-        [s, b, n, dv]. A padding row sees only itself: its output is its own v.
+        [s, b, n, dv]. A padding row sees only itself: its output is its own v (zero with queries "noisy").
 
     Raises:
         ValueError: shapes or data types that do not fit; ExchangeError, KernelUnavailable: what cannot serve.

@@ -104,8 +104,8 @@ def load_model(folder: Path, device: torch.device, dtype: torch.dtype | str = "a
     return TransformersSampler(model.to(device).eval())
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of an exported folder.
+def load_tokenizer(folder: Path, flag: str = "--hf") -> Any:
+    """The tokenizer of an exported folder, or of another one that `flag` names.
 
     Raises:
         FolderError: there is none.
@@ -113,4 +113,6 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
-        raise FolderError(f"--hf {folder}: transformers finds no tokenizer in it: {error}") from error
+        raise FolderError(
+            f"{flag} {folder}: transformers finds no tokenizer in it: {error}. A legal value: a folder with tokenizer.json"
+        ) from error
