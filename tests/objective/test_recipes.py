@@ -141,4 +141,4 @@ def test_complementary_views_with_the_nelbo_weight():
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_recipes_are_valid(recipe):
-    make(recipe)
+    assert make(recipe).bdlm_recipe == recipe

@@ -86,7 +86,8 @@ def test_supervised_mask_token_is_refused():
 def test_mask_token_in_a_prompt_is_allowed():
     tokens, eligible = np.array([10, MASK, 12]), flags(3, [2])
     config = make(block_size=4)
-    build_targets(tokens, eligible, noised_by_hand(config, 3, [[2]], [0.5] * 3), None, config)
+    targets = build_targets(tokens, eligible, noised_by_hand(config, 3, [[2]], [0.5] * 3), None, config)
+    assert targets.scored[0].tolist() == [False, False, True] and targets.target[0, 2] == 12
 
 
 @pytest.mark.parametrize("eligible, shift, expected", [

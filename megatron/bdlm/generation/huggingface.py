@@ -16,16 +16,16 @@ from typing import Any, Optional
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
+from megatron.bdlm.checkpoint.model_options import BDLM_KEYS
 from megatron.bdlm.generation.rows import BlockRules, SamplingParams
 
 ATTENTION = "bdlm_sampling"
 """Name of our attention function in `transformers`; it builds no mask for a name that it does not know one for."""
 
-RULES = {
-    "block_size": int, "mask_token_id": int, "label_shift": str, "clean_attention": str, "noisy_attention": str,
-    "keep_mask_logit": bool, "candidate_tokens": int,
-}
-"""Keys of config.json that make a block diffusion model of an export, and their types."""
+_KINDS = {"label_shift": str, "clean_attention": str, "noisy_attention": str, "keep_mask_logit": bool}
+
+RULES = {name: _KINDS.get(name, int) for name in BDLM_KEYS}
+"""Keys of config.json that an export has for a block diffusion model, and their types."""
 
 
 class FolderError(ValueError):
