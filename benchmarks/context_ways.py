@@ -110,7 +110,7 @@ class Resident(Exchange):
 
     def arrivals(self):
         for piece in self.program.remote:
-            yield self.arrival(piece.source, self.buffer(len(piece.rows)).fill_(0.1))
+            yield self.arrival(piece, self.buffer(len(piece.rows)).fill_(0.1))
 
 
 transport_choice.CLASSES["resident"] = Resident

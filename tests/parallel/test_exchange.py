@@ -76,9 +76,9 @@ def values(rank: int, rows: np.ndarray) -> torch.Tensor:
     return (rank * 1e6 + torch.from_numpy(rows)[:, None] * 1e3 + columns).view(-1, H, D + D_V)
 
 
-def share(rank: int, source: int, rows: int) -> torch.Tensor:
-    """Gradient that `rank` computes for its piece of `source`."""
-    return (torch.arange(rows, dtype=torch.float64) + 1)[:, None, None] * (rank + 1) * torch.ones(1, H, D + D_V)
+def share(rank: int, rows: np.ndarray) -> torch.Tensor:
+    """Gradient that `rank` computes for some local rows of another rank."""
+    return (torch.from_numpy(rows).double() + 1)[:, None, None] * (rank + 1) * torch.ones(1, H, D + D_V)
 
 
 def one_rank(link, transport, plan, dtype, answers):
@@ -89,15 +89,17 @@ def one_rank(link, transport, plan, dtype, answers):
     for wire in (None, E.Wire(torch.float64, dtype)):
         exchange = open_exchange(transport, program, link, needed, wire)
         exchange.post(values(link.rank, shared))
-        sources = []
+        arrived = defaultdict(list)
         for arrival in exchange.arrivals():
             source, rows = arrival.piece.source, arrival.piece.rows
-            sources.append(source)
+            arrived[source].append(rows)
             torch.testing.assert_close(arrival.rows, values(source, rows), rtol=0, atol=0)
             assert (arrival.gradient is None) == (wire is None)
             if wire is not None:
-                arrival.gradient += share(link.rank, source, len(rows))
-        assert sorted(sources) == sorted(piece.source for piece in program.remote)
+                arrival.gradient += share(link.rank, rows)
+        assert sorted(arrived) == sorted(piece.source for piece in program.remote)
+        for piece in program.remote:  # whole or in parts, each row once
+            assert np.array_equal(np.concatenate(arrived[piece.source]), piece.rows)
     answers[link.rank] = (program, exchange.collect())
 
 
@@ -129,7 +131,7 @@ def expected_gradients(programs) -> list[torch.Tensor]:
     for rank, program in enumerate(programs):
         for piece in program.remote:
             where = torch.from_numpy(np.searchsorted(programs[0].shared[piece.source], piece.rows))
-            totals[piece.source][where] += share(rank, piece.source, len(piece.rows))
+            totals[piece.source][where] += share(rank, piece.rows)
     return totals
 
 

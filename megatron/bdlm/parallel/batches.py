@@ -109,6 +109,35 @@ def into_batches(labelled: LabelledRectangles) -> tuple[RectangleBatch, ...]:
     return tuple(batches)
 
 
+def cut_keys(batch: RectangleBatch, first: int, last: int) -> list[RectangleBatch]:
+    """What a batch sees of the keys `[first, last)`, those keys counted from 0.
+
+    A triangle that the cut goes through leaves a smaller triangle on the side of its diagonal's end and, on the
+    other, a triangle with a rectangle beside it. For example causal 4 x 4 on keys 0..3 cut at 1: keys [0, 1) give a
+    causal 1 x 1 and a full 3 x 1, keys [1, 4) a causal 3 x 3 for the last three queries.
+    """
+    keys = batch.key_starts.reshape(batch.copies, -1)[0]
+    low = np.clip(first - keys, 0, batch.keys)  # of each rectangle, its keys [low, high) are inside
+    high = np.clip(last - keys, 0, batch.keys)
+    cut = []
+    for lower, upper in np.unique(np.stack((low, high))[:, high > low], axis=1).T.tolist():
+        chosen = (low == lower) & (high == upper)
+        queries = batch.query_starts.reshape(batch.copies, -1)[:, chosen].reshape(-1)
+        starts = np.tile(keys[chosen] + lower - first, batch.copies)
+        for kind, query, height in _cut_shape(batch, lower, upper):
+            cut.append(RectangleBatch(height, upper - lower, queries + query, starts, kind, batch.copies))
+    return cut
+
+
+def _cut_shape(batch: RectangleBatch, lower: int, upper: int) -> list[tuple[str, int, int]]:
+    """(kind, first query, queries) of what is left of one rectangle on its keys `[lower, upper)`."""
+    if batch.kind == "full":
+        return [("full", 0, batch.queries)]
+    before, after = ("full", 0, lower), ("full", upper, batch.queries - upper)
+    beside = after if batch.kind == "causal" else before  # queries that see all of these keys
+    return [(batch.kind, lower, upper - lower)] + [beside] * (beside[2] > 0)
+
+
 def _batches_of_one_shape(group: LabelledRectangles) -> list[RectangleBatch]:
     """Streams that see the same keys become copies; then runs whose keys are apart share a batch.
 

@@ -220,11 +220,11 @@ class Exchange(ABC):
 
     # -- for the transports --
 
-    def arrival(self, source: int, rows: torch.Tensor) -> Arrival:
+    def arrival(self, piece, rows: torch.Tensor) -> Arrival:
         gradient = None
         if self.wire is not None:
             gradient = torch.zeros(rows.shape, dtype=self.wire.sum_dtype, device=rows.device)
-        return Arrival(self.pieces[source], rows, gradient)
+        return Arrival(piece, rows, gradient)
 
     def buffer(self, rows: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Uninitialised packed rows to receive into."""

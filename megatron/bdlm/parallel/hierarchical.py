@@ -5,14 +5,16 @@ that anybody on the node needs from the ranks (m', i) of the other nodes: it is 
 cards of a node carry an equal part, and a row crosses once instead of up to G times. From the landing, rows are
 handed on inside the node, each rank getting what it needs.
 
-Order of steps (the same on every rank), j = node distance, t = index distance inside the node:
+A rank's rows cross in two parts, so that the second crosses while what needs the first is computed.
 
-    j = 0     t = 1 .. G-1   own node: direct
-    j = 1..   t = 0          landing of node m-j: across, for the node
-              t = 1 .. G-1   handed on: to index i+t, from index i-t
+Order of steps (the same on every rank), j = node distance, c = part, t = index distance inside the node:
+
+    j = 0          t = 1 .. G-1   own node: direct
+    j = 1.., c     t = 0          landing of part c from node m-j: across, for the node
+                   t = 1 .. G-1   handed on: to index i+t, from index i-t
 
 In backward a rank's contribution to the gradient of a row goes to the row's landing on its own node; when all of the
-node's have been summed there, one sum crosses back to the owner. The crossing of j + 1 is under way while j is
+node's have been summed there, one sum crosses back to the owner. The next crossing is under way while a landing is
 computed. Forward computes j = 0 first, while the first rows cross. Backward keeps the larger half of it for the end,
 while the last sum crosses.
 
@@ -27,8 +29,19 @@ import numpy as np
 import torch
 
 from megatron.bdlm.parallel.exchange import Arrival, Exchange, Pending, Rows, positions
+from megatron.bdlm.parallel.program import Piece
 
 ACROSS, INSIDE, SUM_ACROSS, GRADIENT_INSIDE = 3, 4, 5, 6  # message tags
+PARTS = 2  # in which a rank's rows cross
+
+
+@dataclass(frozen=True)
+class Step:
+    """One entry of the order of steps (module docstring)."""
+
+    distance: int  # j
+    part: int  # c; 0 on our own node, whose rows are not divided
+    index: int  # t
 
 
 @dataclass
@@ -36,6 +49,7 @@ class Landing:
     """Rows of a remote owner that this rank holds for its node."""
 
     owner: int
+    part: int
     needed: np.ndarray  # local rows at the owner that the node needs, ascending
     pending: Pending
     rows: torch.Tensor
@@ -65,42 +79,56 @@ class HierarchicalExchange(Exchange):
     def begin(self) -> None:
         self.per_node = self.link.ranks_per_node
         self.node, self.index = divmod(self.link.rank, self.per_node)
-        self.landing: Landing | None = None  # of the node distance that is computed; None: our own node
+        self.landing: Landing | None = None  # what is computed; None: our own node
         self.inside: Inside = (Pending(), None)  # the next piece from a rank of our node
         self.order = self._order()
         self._post_next(0)
-        self.crossing = self._post_across(1)  # the next landing
+        self.crossing = self._post_across(1, 0)  # the next landing
         self.returning_inside: Returning | None = None  # gradient transfers under way
         self.returning_across: Returning | None = None
 
-    def _order(self) -> list[tuple[int, int]]:
-        """Steps (node distance, index distance); see the module docstring."""
-        own = [(0, step) for step in range(1, self.per_node)]
-        others = [(distance, step) for distance in range(1, self.link.nodes) for step in range(self.per_node)]
+    def _order(self) -> list[Step]:
+        """See the module docstring."""
+        own = [Step(0, 0, index) for index in range(1, self.per_node)]
+        distances, indices = range(1, self.link.nodes), range(self.per_node)
+        others = [Step(distance, part, index) for distance in distances for part in range(PARTS) for index in indices]
         first = len(own) if self.wire is None or not others else len(own) // 2
         return own[:first] + others + own[first:]
 
     def _rank(self, node: int, index: int) -> int:
         return node % self.link.nodes * self.per_node + index % self.per_node
 
-    def _needs(self, rank: int, owner: int) -> np.ndarray:
-        """Local rows of `owner` that `rank` needs."""
-        return self.derived(("needed", rank, owner), lambda: self.needed(rank, owner))
+    def _part_of(self, owner: int, part: int) -> tuple[int, int]:
+        """The owner's local rows [low, high) of a part: equal shares of its shared rows (half chunks if two-ended)."""
+        rows = self.program.shared[owner]
+        if not len(rows):
+            return 0, 0
+        low, end = len(rows) * part // PARTS, len(rows) * (part + 1) // PARTS
+        return int(rows[low]), int(rows[end - 1]) + 1
 
-    def _node_needs(self, node: int, owner: int) -> np.ndarray:
-        """Local rows of `owner` that any rank of `node` needs, ascending."""
+    def _needs(self, rank: int, owner: int, part: int) -> np.ndarray:
+        """Local rows of `owner` in this part that `rank` needs."""
+
+        def needs() -> np.ndarray:
+            rows = self.derived(("needed", rank, owner), lambda: self.needed(rank, owner))
+            return rows[slice(*np.searchsorted(rows, self._part_of(owner, part)))]
+
+        return self.derived(("needed", rank, owner, part), needs)
+
+    def _node_needs(self, node: int, owner: int, part: int) -> np.ndarray:
+        """Local rows of `owner` in this part that any rank of `node` needs, ascending."""
         ranks = [self._rank(node, index) for index in range(self.per_node)]
         return self.derived(
-            ("node needs", self.per_node, ranks[0], owner),
-            lambda: np.unique(np.concatenate([self._needs(rank, owner) for rank in ranks])),
+            ("node needs", self.per_node, ranks[0], owner, part),
+            lambda: np.unique(np.concatenate([self._needs(rank, owner, part) for rank in ranks])),
         )
 
-    def _of_node(self, node: int) -> Rows:
-        """Our shared rows that a remote node needs."""
+    def _of_node(self, node: int, part: int) -> Rows:
+        """Our shared rows in this part that a remote node needs."""
         own = self.link.rank
         return self.cached(
-            ("of node", self.per_node, node % self.link.nodes),
-            lambda: positions(self._node_needs(node, own), self.program.shared[own]),
+            ("of node", self.per_node, node % self.link.nodes, part),
+            lambda: positions(self._node_needs(node, own, part), self.program.shared[own]),
         )
 
     def _of_landing(self, rank: int, landing: Landing | None) -> Rows:
@@ -108,79 +136,94 @@ class HierarchicalExchange(Exchange):
         if landing is None:
             return self.rows_for(rank, self.link.rank)
         return self.cached(
-            ("of landing", self.per_node, rank, landing.owner),
-            lambda: positions(self._needs(rank, landing.owner), landing.needed),
+            ("of landing", self.per_node, rank, landing.owner, landing.part),
+            lambda: positions(self._needs(rank, landing.owner, landing.part), landing.needed),
         )
+
+    def _piece(self, step: Step) -> Piece | None:
+        """What this rank computes in a step; None: nothing."""
+        source = self._rank(self.node - step.distance, self.index - step.index)
+        piece = self.pieces.get(source)
+        if piece is not None and step.distance:
+            bounds = self._part_of(source, step.part)
+            piece = self.derived(("part", source, step.part), lambda: self.pieces[source].part(*bounds))
+        return piece if piece is not None and len(piece.rows) else None
 
     # -- keys and values --
 
-    def _post_across(self, distance: int) -> Landing | None:
+    def _post_across(self, distance: int, part: int) -> Landing | None:
         """Send node m + distance what it needs of our rows; receive what our node needs of our counterpart's."""
         if distance >= self.link.nodes:
             return None
         to = self._rank(self.node + distance, self.index)
         owner = self._rank(self.node - distance, self.index)
-        needed = self._node_needs(self.node, owner)
+        needed = self._node_needs(self.node, owner, part)
         rows = self.buffer(len(needed))
-        pending = self.transfer({to: self._of_node(self.node + distance).take(self.shared)}, {owner: rows}, ACROSS)
+        sent = self._of_node(self.node + distance, part).take(self.shared)
+        pending = self.transfer({to: sent}, {owner: rows}, ACROSS)
         total = None
         if self.wire is not None:
             total = torch.zeros(rows.shape, dtype=self.wire.sum_dtype, device=rows.device)
-        return Landing(owner, needed, pending, rows, total)
+        return Landing(owner, part, needed, pending, rows, total)
 
     def _post_next(self, place: int) -> None:
-        """Post the transfer inside the node of the step at `place`; a landing's own rows (step 0) need none."""
-        distance, step = self.order[place] if place < len(self.order) else (0, 0)
-        self.inside = self._post_inside(distance, step, self.landing if distance else None) if step else (Pending(), None)
+        """Post the transfer inside the node of the step at `place`; a landing's own rows (index 0) need none."""
+        self.inside = (Pending(), None)
+        if place < len(self.order) and self.order[place].index:
+            self.inside = self._post_inside(self.order[place])
 
-    def _post_inside(self, distance: int, step: int, landing: Landing | None) -> Inside:
-        """Hand rows of our landing (our own rows when there is none) to index i + step; receive from index i - step."""
-        to = self._rank(self.node, self.index + step)
-        source = self._rank(self.node, self.index - step)
+    def _post_inside(self, step: Step) -> Inside:
+        """Hand rows of our landing (our own rows when there is none) to index i + t; receive from index i - t."""
+        landing = self.landing if step.distance else None
+        to = self._rank(self.node, self.index + step.index)
+        source = self._rank(self.node, self.index - step.index)
         rows = self._of_landing(to, landing).take(self.shared if landing is None else landing.rows)
-        piece = self.pieces.get(self._rank(self.node - distance, self.index - step))
+        piece = self._piece(step)
         received = None if piece is None else self.buffer(len(piece.rows))
         return self.transfer({to: rows}, {} if received is None else {source: received}, INSIDE), received
 
+    def _land(self, step: Step) -> torch.Tensor:
+        """Wait for a landing and post the next crossing; our own rows of the landing."""
+        landing = self.landing = self.crossing
+        landing.pending.wait()
+        last = step.part == PARTS - 1
+        self.crossing = self._post_across(step.distance + 1, 0) if last else self._post_across(step.distance, step.part + 1)
+        return self._of_landing(self.link.rank, landing).take(landing.rows)
+
     def arrivals(self) -> Iterator[Arrival]:
-        for place, (distance, step) in enumerate(self.order):
-            if step == 0:
-                landing = self.landing = self.crossing
-                landing.pending.wait()
-                self.crossing = self._post_across(distance + 1)
+        for place, step in enumerate(self.order):
+            if step.index == 0:
+                rows = self._land(step)
             else:
-                landing = self.landing if distance else None
                 pending, rows = self.inside
                 pending.wait()
             self._post_next(place + 1)
-            arrival = None
-            if step == 0 and landing.owner in self.pieces:
-                arrival = self.arrival(landing.owner, self._of_landing(self.link.rank, landing).take(landing.rows))
-            elif step and rows is not None:
-                arrival = self.arrival(self._rank(self.node - distance, self.index - step), rows)
+            piece = self._piece(step)
+            arrival = None if piece is None else self.arrival(piece, rows)
             if arrival is not None:
                 yield arrival
             if self.wire is not None:
-                self._give_back(distance, step, arrival, landing)
+                self._give_back(step, arrival)
         self._take_back_inside()
         self._take_back_across()
 
     # -- gradients --
 
-    def _give_back(self, distance: int, step: int, arrival: Arrival | None, landing: Landing | None) -> None:
-        """Let a finished piece's gradient go its way, and after a node's last piece the node's sum."""
-        if step:
-            self._give_back_inside(step, arrival, landing)
+    def _give_back(self, step: Step, arrival: Arrival | None) -> None:
+        """Let a finished piece's gradient go its way, and after a landing's last piece the node's sum."""
+        landing = self.landing if step.distance else None
+        if step.index:
+            self._give_back_inside(step.index, arrival, landing)
         elif arrival is not None:
             self._of_landing(self.link.rank, landing).add(landing.total, arrival.gradient)
-        if distance and step == self.per_node - 1:
-            self._give_back_across(distance, landing)
+        if landing is not None and step.index == self.per_node - 1:
+            self._give_back_across(step.distance, landing)
             self.landing = None
 
-    def _give_back_inside(self, step: int, arrival: Arrival | None, landing: Landing | None) -> None:
-        """Send a piece's gradient to its landing at index i - step; receive what index i + step computed for ours."""
+    def _give_back_inside(self, index: int, arrival: Arrival | None, landing: Landing | None) -> None:
+        """Send a piece's gradient to its landing at index i - t; receive what index i + t computed for ours."""
         self._take_back_inside()
-        to, source = self._rank(self.node, self.index + step), self._rank(self.node, self.index - step)
+        to, source = self._rank(self.node, self.index + index), self._rank(self.node, self.index - index)
         sends = {} if arrival is None else {source: arrival.gradient.to(self.wire.wire_dtype)}
         where = self._of_landing(to, landing)
         rows = self.buffer(where.count, self.wire.wire_dtype)
@@ -192,7 +235,7 @@ class HierarchicalExchange(Exchange):
         self._take_back_inside()  # the node's last contribution
         self._take_back_across()
         node = self.node + distance
-        where = self._of_node(node)
+        where = self._of_node(node, landing.part)
         rows = self.buffer(where.count, self.wire.wire_dtype)
         sends = {landing.owner: landing.total.to(self.wire.wire_dtype)}
         pending = self.transfer(sends, {self._rank(node, self.index): rows}, SUM_ACROSS)

@@ -13,7 +13,7 @@ from typing import Optional
 import numpy as np
 
 from megatron.bdlm.parallel import relations
-from megatron.bdlm.parallel.batches import LabelledRectangles, RectangleBatch, into_batches, merge_adjacent
+from megatron.bdlm.parallel.batches import LabelledRectangles, RectangleBatch, cut_keys, into_batches, merge_adjacent
 from megatron.bdlm.parallel.layout import Layout
 from megatron.bdlm.parallel.staircase import Staircase, decompose
 
@@ -32,6 +32,12 @@ class Piece:
     def area(self) -> int:
         """Visible (query, key) pairs."""
         return sum(batch.area for batch in self.batches)
+
+    def part(self, low: int, high: int) -> "Piece":
+        """What this piece has of the source's local rows `[low, high)`."""
+        first, last = np.searchsorted(self.rows, (low, high)).tolist()
+        batches = tuple(cut for batch in self.batches for cut in cut_keys(batch, first, last))
+        return Piece(self.source, self.rows[first:last], batches)
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,7 +41,7 @@ class DirectExchange(Exchange):
                 self.next = self._post(step + 1)
             arrival = None
             if rows is not None:
-                arrival = self.arrival(source, rows)
+                arrival = self.arrival(self.pieces[source], rows)
                 yield arrival
             if self.wire is not None:
                 self._give_back(to, source, arrival)
@@ -97,7 +97,7 @@ class RingExchange(Exchange):
             arrival, where = None, None
             if owner in self.pieces:
                 where = self.rows_for(self.link.rank, owner)
-                arrival = self.arrival(owner, where.take(held))
+                arrival = self.arrival(self.pieces[owner], where.take(held))
                 yield arrival
             if self.wire is not None:
                 travelling.wait()
@@ -152,7 +152,7 @@ class AllGatherExchange(Exchange):
                 continue
             span = slice(owner * self.longest, (owner + 1) * self.longest)
             where = self.rows_for(self.link.rank, owner)
-            arrival = self.arrival(owner, where.take(self.gathered[span]))
+            arrival = self.arrival(self.pieces[owner], where.take(self.gathered[span]))
             yield arrival
             if gradients is not None:
                 where.add(gradients[span], arrival.gradient)
