@@ -27,6 +27,7 @@ FLAGS = """
 --bdlm-noise-seed --bdlm-loss-weight --bdlm-loss-denominator --bdlm-label-shift --bdlm-diffusion-loss-weight
 --bdlm-clean-loss-weight --bdlm-cross-entropy-chunk --block-parallel-size --bdlm-strategy --bdlm-transport
 --bdlm-ranks-per-node --bp-grad-dtype --bdlm-attention-kernel --bdlm-noisy-rows --bdlm-full-last-layer
+--bdlm-router-rows
 """.split()
 
 METRICS = {

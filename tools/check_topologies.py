@@ -2,6 +2,8 @@
 
     python tools/check_topologies.py --iterations 20
 
+    python tools/check_topologies.py --experts   # the toy model with experts; router losses are compared too
+
     python tools/check_topologies.py --noise     # corrupted ids of every rank against one process, 0 and 4 data workers
 
 Exit code 1 if a topology differs by more than --tolerance (relative; --noise: in any bit) or fails.
@@ -14,7 +16,16 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.bdlm.testing.topologies import ONE_PROCESS, TOPOLOGIES, agreement, recorded_noise, reference_run, topology_run
+from megatron.bdlm.testing.topologies import (
+    EXPERT_TOPOLOGIES,
+    ONE_PROCESS,
+    TOPOLOGIES,
+    TOY_EXPERTS,
+    agreement,
+    recorded_noise,
+    reference_run,
+    topology_run,
+)
 from megatron.bdlm.testing.training_run import RunFailure
 
 
@@ -51,6 +62,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=20, help="steps of each run (default 20)")
     parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference (default 1e-5)")
+    parser.add_argument("--experts", action="store_true", help="layouts of the toy model with experts")
     parser.add_argument("--noise", action="store_true", help="compare corrupted ids instead of training")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 4], help="data workers for --noise (default 0 4)")
     parser.add_argument("--only", default="", help="run the topologies whose name contains this")
@@ -61,25 +73,26 @@ def main() -> int:
     if args.noise:
         return 1 if check_noise(args.only, args.workers) else 0
     failed = 0
+    flags = tuple([*TOY_EXPERTS, *args.flags] if args.experts else args.flags)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        reference = reference_run(folder, args.iterations, args.script, tuple(args.flags))
+        reference = reference_run(folder, args.iterations, args.script, flags)
         losses = reference.scalars["lm loss"]
         print(f"one process, {args.iterations} steps: loss {losses[1]:.6f} -> {losses[args.iterations]:.6f}", flush=True)
-        print(f"{'topology':42} {'steps':>5} {'loss':>9} {'grad norm':>9}", flush=True)
-        for topology in TOPOLOGIES:
+        print(f"{'topology':50} {'steps':>5} {'loss':>9} {'grad norm':>9}", flush=True)
+        for topology in EXPERT_TOPOLOGIES if args.experts else TOPOLOGIES:
             if args.only not in topology.name:
                 continue
             try:
-                result = agreement(topology_run(topology, folder, args.iterations, args.script, tuple(args.flags)), reference)
+                result = agreement(topology_run(topology, folder, args.iterations, args.script, flags), reference)
             except RunFailure as failure:
                 failed += 1
-                print(f"{topology.name:42} FAILED: {_reason(failure)}", flush=True)
+                print(f"{topology.name:50} FAILED: {_reason(failure)}", flush=True)
                 continue
             good = max(result.loss, result.gradient_norm) <= args.tolerance
             failed += not good
             print(
-                f"{topology.name:42} {result.steps:5} {result.loss:9.1e} {result.gradient_norm:9.1e}{'' if good else '  DIFFERS'}",
+                f"{topology.name:50} {result.steps:5} {result.loss:9.1e} {result.gradient_norm:9.1e}{'' if good else '  DIFFERS'}",
                 flush=True,
             )
     return 1 if failed else 0

@@ -132,6 +132,10 @@ class BDLMConfig:
     bdlm_full_last_layer: bool = False
     """Compute clean rows of the last layer even when no loss needs them."""
 
+    # ---- mixture of experts ----------------------------------------------------------------
+    bdlm_router_rows: Literal["clean", "noisy", "all"] = "clean"
+    """Rows whose routing counts for the routers' losses and balance: clean ones (no other than without noise), noisy ones, or all; padding never counts."""
+
     def validate(self) -> None:
         """Check the rules between the options of this group.
 

@@ -27,6 +27,11 @@ from megatron.bdlm.parallel.plan import SequencePlan
 GRADIENT_DTYPES = {"fp32": None, "bf16": torch.bfloat16}  # None: the type of the sum, float32 or float64
 
 
+COUNTED_PLANE = 0
+LOAD_PLANES = [1, 2]
+"""Planes of `row_classes`: rows whose routing counts for losses and balance; then clean and noisy rows that the load counts."""
+
+
 @dataclass(frozen=True)
 class AttentionOptions:
     """How attention runs, the same for every layer and sample (flags of `BDLMConfig`)."""
@@ -46,6 +51,7 @@ class BlockDiffusionParams(PackedSeqParams):
     group: Optional[torch.distributed.ProcessGroup] = None  # context-parallel group
     options: AttentionOptions = AttentionOptions()
     final_rows: Optional[int] = None  # rows that the last layer computes (the first ones: noisy); None for all
+    row_classes: Optional[torch.Tensor] = None  # bool [b, s, 3]: counted, clean, noisy; for the routers of experts
 
     @classmethod
     def from_plan(

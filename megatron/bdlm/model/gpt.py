@@ -13,7 +13,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from megatron.bdlm.config import BDLMConfig
+from megatron.bdlm.model.experts import mark_experts
 from megatron.bdlm.model.rotary import ExplicitRotaryEmbedding
+from megatron.bdlm.model.router import router_loss_scale
 from megatron.bdlm.objective.linear_cross_entropy import linear_cross_entropy
 from megatron.bdlm.objective.loss import ScoredRows
 
@@ -41,6 +43,8 @@ class BlockDiffusionGPTModel(GPTModel):
         self.tokenizer_tokens = tokenizer_tokens
         self.bdlm = bdlm
         config = self.config
+        mark_experts(self)
+        config.moe_grad_scale_func = router_loss_scale.function(config)
         self.rotary_pos_emb = ExplicitRotaryEmbedding(
             kv_channels=config.kv_channels,
             rotary_percent=self.rotary_percent,

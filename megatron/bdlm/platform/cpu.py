@@ -7,7 +7,7 @@ the CPU over gloo, and does nothing where a CUDA device is visible. It works by 
    memory the identity;
 2. stand-ins for the `torch.cuda` functions that the engine calls (device, stream, event, memory,
    random state); `torch.cuda.is_available()` stays False;
-3. after the engine is imported, `adapt_engine` replaces the five engine functions that would
+3. after the engine is imported, `adapt_engine` replaces the six engine functions that would
    otherwise demand CUDA, and supplies an Adam with the state layout that the engine's
    distributed optimizer can save and load.
 
@@ -221,14 +221,22 @@ def adapt_engine(on_cpu: bool) -> None:
         return
     import megatron.core.optimizer as engine_optimizer
     import megatron.core.optimizer.distrib_optimizer as engine_distributed_optimizer
+    import megatron.core.transformer.moe.token_dispatcher as engine_dispatcher
     import megatron.training.training as engine_training
 
     initialize = engine_training.initialize_megatron
     engine_training.initialize_megatron = lambda **kwargs: initialize(**{**kwargs, "allow_no_cuda": True})
     # Its warm-up draws from the generator that initialises weights, by amounts that depend on the layout.
     engine_training.set_jit_fusion_options = lambda **kwargs: None
+    # All-to-all wants its split sizes as numbers; the engine turns them into an array only on their way from a GPU.
+    engine_dispatcher.maybe_move_tensor_to_cpu = _numbers_of
     engine_optimizer.Adam, engine_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
     engine_distributed_optimizer.HAVE_APEX_OR_TE = engine_distributed_optimizer.USING_APEX_OPTIMIZER = True
+
+
+def _numbers_of(tensor, as_numpy: bool = False, record_stream: bool = False):
+    """The engine's `maybe_move_tensor_to_cpu` for a tensor that is there already."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 class FusedAdam(torch.optim.Optimizer):

@@ -72,13 +72,49 @@ TOPOLOGIES = (
     Topology("CP 2 x DP 2, 2 workers", 4, "--context-parallel-size 2 --num-workers 2"),
 )
 
+TOY_EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 48 --moe-router-load-balancing-type aux_loss "
+    "--moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3"
+).split()
+"""Makes every MLP of the toy model a layer of experts."""
+
+_EP, _CP, _TP = "--expert-model-parallel-size 2", "--context-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
+
+EXPERT_TOPOLOGIES = (
+    Topology("experts: EP 2 (DP 2)", 2, _EP),
+    Topology("experts: CP 2 / BP 2", 2, _CP),
+    Topology("experts: EP 2, CP 2 / BP 2", 2, f"{_EP} {_CP}"),
+    Topology("experts: TP 2", 2, _TP),
+    Topology("experts: EP 2 (DP 2), TP 2", 4, f"{_EP} {_TP}"),
+    Topology("experts: CP 2 / BP 2, TP 2", 4, f"{_CP} {_TP}"),
+    Topology("experts: EP 2, CP 2 / BP 2, TP 2", 4, f"{_EP} {_CP} {_TP}"),
+    Topology("experts: EP 2, CP 2 / BP 1", 2, f"{_EP} {_CP} --block-parallel-size 1"),
+    Topology("experts: EP 2, CP 2, replicated clean stream (BP)", 2, f"{_EP} {_CP} --bdlm-strategy bp"),
+    Topology("experts: EP 4, CP 4 / BP 2 (hybrid)", 4, "--expert-model-parallel-size 4 --context-parallel-size 4 --block-parallel-size 2"),
+    Topology("experts: EP 2 (DP 2), PP 2", 4, f"{_EP} --pipeline-model-parallel-size 2", True),
+    Topology(
+        "experts: EP 2, CP 2, PP 2 interleaved", 4,
+        f"{_EP} {_CP} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1", True,
+    ),
+    Topology("experts: EP 2, distributed optimizer, overlap", 2, f"{_EP} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    Topology(
+        "experts: EP 2, CP 2, full recompute", 2,
+        f"{_EP} {_CP} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    Topology("experts: EP 2, CP 2, selective recompute", 2, f"{_EP} {_CP} --recompute-granularity selective --recompute-modules core_attn moe"),
+)
+"""Layouts of the toy model with experts."""
+
+ROUTER_LOSSES = ("load_balancing_loss", "z_loss")
+"""Losses of routers that the engine logs."""
+
 
 @dataclass(frozen=True)
 class Agreement:
     """Largest relative difference to the reference over all steps."""
 
     steps: int
-    loss: float
+    loss: float  # that of the model, and those of routers where there are any
     gradient_norm: float
 
 
@@ -130,4 +166,5 @@ def agreement(run: Run, reference: Run) -> Agreement:
     def largest(name: str) -> float:
         return max(abs(run.scalars[name][step] - value) / abs(value) for step, value in reference.scalars[name].items())
 
-    return Agreement(len(reference.scalars["lm loss"]), largest("lm loss"), largest("grad-norm"))
+    losses = [name for name in ("lm loss", *ROUTER_LOSSES) if name in reference.scalars]
+    return Agreement(len(reference.scalars["lm loss"]), max(map(largest, losses)), largest("grad-norm"))

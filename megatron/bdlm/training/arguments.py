@@ -34,6 +34,9 @@ ENGINE_DEFAULTS = dict(
 """Engine flags (by destination) whose stock defaults do not fit a block diffusion run; a flag given wins."""
 
 
+BALANCING_TYPES = ("aux_loss", "seq_aux_loss", "none")
+"""Kinds of --moe-router-load-balancing-type that do not depend on the layout."""
+
 MOST_TOKENS = 2**31 - 1
 """Of one global batch: the engine adds up what a loss is divided by in an int32."""
 
@@ -129,7 +132,6 @@ _ENGINE_RULES = (
     ("--calculate-per-token-loss", True, "the loss is divided once, by global counts", "set"),
     ("--multi-latent-attention", False, "its core attention is not replaced", "unset"),
     ("--mtp-num-layers", None, "multi-token prediction has no noisy rows", "unset"),
-    ("--num-experts", None, "mixture of experts is not supported yet", "unset"),
     ("--heterogeneous-layers-config-path", None, "layers must be alike", "unset"),
     ("--experimental-attention-variant", None, "its core attention is not replaced", "unset"),
     ("--softmax-type", "vanilla", "block diffusion attention has no sink", "vanilla"),
@@ -140,6 +142,15 @@ _ENGINE_RULES = (
     ("--fp16-lm-cross-entropy", False, "log-likelihoods are computed in float32", "unset"),
     ("--multiple-validation-sets", False, "one validation set is read, the same at every evaluation", "unset"),
     ("--full-validation", False, "the engine needs several validation sets for it; --eval-iters says how much is read", "unset"),
+)
+
+
+# the same where the model has experts
+_EXPERT_RULES = (
+    ("--moe-expert-capacity-factor", None, "which rows are dropped would depend on the layout", "unset"),
+    ("--moe-input-jitter-eps", None, "its noise would depend on the layout", "unset"),
+    ("--moe-use-upcycling", False, "it builds its dense model by the engine's own builder", "unset"),
+    ("--overlap-moe-expert-parallel-comm", False, "its schedule bypasses the sequence plan", "unset"),
 )
 
 
@@ -185,12 +196,39 @@ def check_combination(args: Any, config: BDLMConfig) -> None:
         config.bdlm_attention_kernel not in KERNEL_NAMES, "--bdlm-attention-kernel", config.bdlm_attention_kernel,
         f"legal values: {', '.join(KERNEL_NAMES)}", "auto",
     )
+    if args.num_experts is not None:
+        _check_experts(args)
     if cpu.is_active():
         sharded = args.use_torch_fsdp2 or args.use_megatron_fsdp
         _refuse(bool(sharded), "--use-torch-fsdp2/--use-megatron-fsdp", True, "sharded data parallelism needs CUDA", "--use-distributed-optimizer")
         _refuse(
             args.transformer_impl != "local", "--transformer-impl", args.transformer_impl, "its layers need CUDA to be built", "local",
         )
+
+
+def _check_experts(args: Any) -> None:
+    """Refuse engine flags that a model with experts cannot honour here."""
+    for flag, honoured, rule, legal in _EXPERT_RULES:
+        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        _refuse(value != honoured, flag, value, rule, legal)
+    given = args.moe_router_load_balancing_type
+    for kind in given if isinstance(given, list) else [given]:
+        _refuse(
+            kind not in BALANCING_TYPES, "--moe-router-load-balancing-type", kind,
+            "its statistics depend on how micro-batches are shared out", ", ".join(BALANCING_TYPES),
+        )
+    _refuse(
+        args.moe_token_dispatcher_type == "allgather", "--moe-token-dispatcher-type", "allgather",
+        "ranks hold different numbers of rows, and it takes equal ones", "alltoall",
+    )
+    ranks = args.tensor_model_parallel_size
+    _refuse(
+        ranks > 1 and not args.sequence_parallel, "--tensor-model-parallel-size", ranks,
+        "experts need --sequence-parallel beside it, or ranks would route the same rows", "1, or with --sequence-parallel",
+    )
+    _refuse(
+        cpu.is_active() and args.moe_grouped_gemm, "--moe-grouped-gemm", True, "its kernels need CUDA", "unset",
+    )
 
 
 def _padded_vocab_size(args: Any, vocabulary: Vocabulary, given: int | None = None) -> int:

@@ -9,6 +9,7 @@ iteration passes, and adds to it:
 * derived metrics beside the reduced losses, so that they appear in the engine's log line, in
   TensorBoard and in W&B: `ppl bound`, `clean tokens/s`, `processed rows/s`, `peak memory GiB`;
 * averages over no token at all, which the engine computes as 0/0, are zero in such a batch;
+* with experts, how evenly rows were spread over them (`expert load clean`, ..);
 * losses by noise level (`nelbo t 0.0-0.1`, ..) go to TensorBoard and W&B only, and only where
   the batch had a token of that level: an average of undefined values is never logged.
 """
@@ -23,7 +24,9 @@ from megatron.core.num_microbatches_calculator import get_current_global_batch_s
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 from megatron.training import training as engine_training
 
+from megatron.bdlm.model.router import expert_load
 from megatron.bdlm.platform.cpu import peak_memory_bytes
+from megatron.bdlm.training.expert_load import load_metrics
 
 PPL_BOUND_OF = "nelbo"
 """The loss whose exponential is the perplexity bound."""
@@ -75,7 +78,9 @@ def install(rows: RowCounter) -> None:
         )
         losses = result[0]
         processed = rows.take()
-        if losses:
+        load = _expert_load(config)
+        if losses:  # on the last pipeline stage
+            losses.update(load)
             _add_metrics(losses, processed, time.perf_counter() - start)
         return result
 
@@ -95,6 +100,15 @@ def _skip_empty_batches(optimizer: Any, count: TokenCount) -> None:
 
     optimizer.step = step
     optimizer.skips_empty_batches = True
+
+
+def _expert_load(config: Any) -> dict[str, torch.Tensor]:
+    """How evenly rows were spread over experts; a sum over all ranks, so that every pipeline stage takes part."""
+    if config.num_moe_experts is None:
+        return {}
+    rows = expert_load.take(config.num_layers, config.num_moe_experts)
+    torch.distributed.all_reduce(rows)
+    return load_metrics(rows)
 
 
 def _add_metrics(losses: dict[str, torch.Tensor], processed: int, seconds: float) -> None:

@@ -27,6 +27,7 @@ from megatron.bdlm.attention.core_attention import AttentionOptions, BlockDiffus
 from megatron.bdlm.config import BDLMConfig
 from megatron.bdlm.data.noise import VALIDATION_T_RANGE, Noised, block_starts_of, corrupt
 from megatron.bdlm.data.pretraining import document_lengths
+from megatron.bdlm.model.router import has_router_losses, has_router_statistics, router_loss_scale
 from megatron.bdlm.objective.loss import GlobalCounts, ScoredRows, block_diffusion_loss, sample_counts, select_rows
 from megatron.bdlm.objective.targets import Targets, build_targets, target_blocks
 from megatron.bdlm.parallel.plan import SequencePlan
@@ -93,8 +94,11 @@ def next_batch(data_iterator: Iterator[Sample], model: Any) -> Batch:
         streams = torch.stack([_global_rows(sample, noise) for sample, noise in zip(samples, noised)], dim=1)
         input_ids = plan.take(streams, 0).t().contiguous().to(device, non_blocking=True)
     params = BlockDiffusionParams.from_plan(
-        plan, parallel_state.get_context_parallel_group(), _attention_options(config), device, _final_rows(plan, config, stage.config)
+        plan, parallel_state.get_context_parallel_group(), _attention_options(config), device,
+        _final_rows(plan, config, stage.config, training),
     )
+    if stage.config.num_moe_experts is not None and training:
+        params.row_classes = row_classes(plan, samples, config.bdlm_router_rows).to(device, non_blocking=True)
     if training and stage.post_process:
         processed_rows.add(plan.s_local * len(samples))
     positions = params.position_ids.expand(len(samples), -1)
@@ -199,13 +203,31 @@ def _plan(length, block_size, views, layout, clean_attention, noisy_attention, s
     )
 
 
-def _final_rows(plan: SequencePlan, config: BDLMConfig, model_config: Any) -> Optional[int]:
+def row_classes(plan: SequencePlan, samples: list[ArraySample], counted: str) -> torch.Tensor:
+    """bool [b, s, 3]: what routers make of this rank's rows: counted for losses and balance, clean, noisy.
+
+    A row of padding (the plan's, or text that fills up a sample) is none of them; a clean row that several ranks
+    compute (strategy bp) is clean where its loss would be.
+
+    Args:
+        counted: "clean", "noisy" or "all".
+    """
+    text = torch.stack([torch.from_numpy(sample["documents"] >= 0) if "documents" in sample
+                        else torch.ones(len(sample["tokens"]), dtype=torch.bool) for sample in samples])
+    real = (plan.rows >= 0) & text[:, plan.rows.clamp(min=0) % plan.seq_length]
+    clean, noisy = real & plan.scored_clean, real & (plan.view >= 0)
+    return torch.stack([{"clean": clean, "noisy": noisy, "all": clean | noisy}[counted], clean, noisy], dim=-1)
+
+
+def _final_rows(plan: SequencePlan, config: BDLMConfig, model_config: Any, training: bool) -> Optional[int]:
     """Rows that the last layer computes: the noisy ones where no loss reads clean rows, else None for all.
 
     The ranks of a context-parallel group exchange the keys of the last layer's queries, so all of them must decide alike.
     """
     if config.bdlm_full_last_layer or config.bdlm_clean_loss_weight > 0.0 or model_config.attention_output_gate:
         return None
+    if training and has_router_statistics(model_config) and config.bdlm_router_rows != "noisy":
+        return None  # the last router counts clean rows
     tensor_ranks = model_config.tensor_model_parallel_size if model_config.sequence_parallel else 1
     held = [plan.views * plan.holdings(rank).noisy.count for rank in range(plan.context_parallel_size)]
     return plan.noisy_rows if all(rows and rows % tensor_ranks == 0 for rows in held) else None
@@ -221,12 +243,14 @@ _ahead: dict[int, deque] = {}  # per data iterator: samples read before their tu
 def _next_samples(
     data_iterator: Iterator[Sample], stage: Any, config: BDLMConfig, training: bool
 ) -> tuple[Sample, Optional[GlobalCounts]]:
-    """The next samples, and the denominators of their global batch where the clean rows have a loss of their own.
+    """The next samples, and the denominators of their global batch where there is more than one loss.
 
-    Two losses have two denominators, but the engine divides once. So the whole global batch is read
-    and counted at its first micro-batch: eligibility and noise are data, known before the model runs.
+    Clean rows and routers have losses with denominators of their own, but the engine divides once. So the whole
+    global batch is read and counted at its first micro-batch: eligibility and noise are data, known before the
+    model runs.
     """
-    if not (training and config.bdlm_clean_loss_weight > 0.0 and stage.post_process):
+    routers = has_router_losses(stage.config)
+    if not training or not (routers or config.bdlm_clean_loss_weight > 0.0 and stage.post_process):
         return next(data_iterator), None
     queue = _ahead.setdefault(id(data_iterator), deque())
     if not queue:
@@ -237,5 +261,7 @@ def _next_samples(
         totals = torch.tensor([local.noisy, local.clean], dtype=torch.long, device=torch.cuda.current_device())
         torch.distributed.all_reduce(totals, group=parallel_state.get_data_parallel_group())
         counts = GlobalCounts(*totals.tolist())
+        parts = get_num_microbatches() * parallel_state.get_data_parallel_world_size()
+        router_loss_scale.factor = max(counts.noisy, 1) / parts
         queue.extend((samples, counts) for samples in micro_batches)
     return queue.popleft()
