@@ -18,6 +18,7 @@ from megatron.bdlm.parallel import state  # noqa: E402
 from megatron.bdlm.parallel.exchange import TRANSPORTS, traffic  # noqa: E402
 from megatron.bdlm.parallel.plan import SequencePlan  # noqa: E402
 from megatron.bdlm.testing.oracle import dense_block_diffusion_attention  # noqa: E402
+from megatron.bdlm.training.expert_load import load_metrics  # noqa: E402
 from tools.flags_reference import TARGET, flag_of, reference  # noqa: E402
 
 FLAGS = """
@@ -34,6 +35,9 @@ METRICS = {
     "lm loss", "diffusion loss per supervised token", "diffusion loss per masked token", "masked cross entropy", "nelbo",
     "masked fraction", "supervised tokens", "parts without supervised tokens",
 } | {f"nelbo t 0.{b}-{'1.0' if b == 9 else f'0.{b + 1}'}" for b in range(10)}
+
+
+LOAD_METRICS = {"expert load clean", "expert load noisy", "idle experts clean", "idle experts noisy"}
 
 
 def test_flags():
@@ -59,6 +63,10 @@ def test_metric_names():
     rows = select_rows([build_targets(tokens, eligible, noised, None, config)], np.arange(16))
     _, _, metrics = block_diffusion_loss(torch.ones(len(rows.index)), rows, config)
     assert set(metrics) == METRICS
+
+
+def test_metric_names_of_experts():
+    assert set(load_metrics(torch.ones(1, 2, 4))) == LOAD_METRICS
 
 
 def test_transports():

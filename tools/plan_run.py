@@ -165,8 +165,6 @@ def main(arguments: list[str] | None = None) -> int:
         balance = exact_balance(workload, prediction.layout)
         print(f"\n{number}. {flags(workload, prediction.layout)}")
         print(f"   GB by part: {memory_lines(prediction)}" + (f"; balance {balance:.4f}" if balance else ""))
-    if model.experts:
-        print("\nnote: training with experts is refused at start so far; these layouts are predictions only")
     if args.json:
         everything = [{**dataclasses.asdict(p), "flags": flags(workload, p.layout)} for p in (best if args.gpus > 512 else ranked.predictions)]
         settings = {"model": dataclasses.asdict(model), "machine": dataclasses.asdict(machine), "workload": dataclasses.asdict(workload)}

@@ -37,15 +37,17 @@ SAVED = ("llama", "mistral, window 7", "qwen2, windows by layer", "qwen3, yarn")
 """Models that are saved in every layout: one of each architecture (a save starts processes, which takes seconds)."""
 
 
-def _model(saved, tensor, pipeline):
+def build(saved, tensor, pipeline, expert=1):
+    """Our model of a checkpoint's arguments in a layout."""
     args = loading._sampling_arguments(saved, tensor)
+    args.expert_model_parallel_size = expert
     args.pipeline_model_parallel_size, args.pipeline_dtype = pipeline, torch.float32
     config = gpt_config_from_args(args, model_config_cls=BlockDiffusionModelConfig)
     config.bdlm, config.parallel_output = config_from_args(args), False
     return BlockDiffusionModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups()).eval()
 
 
-def _logits(model, tokens, pipeline):
+def logits_of(model, tokens, pipeline):
     """Logits on the last stage, None before it."""
     if pipeline == 1:
         return next_token_logits(model, tokens)
@@ -72,9 +74,9 @@ def _through_layouts(folders, saving, tokens):
         for name, (tensor, pipeline) in LAYOUTS.items():
             parallel_state.initialize_model_parallel(tensor, pipeline)
             model_parallel_cuda_manual_seed(1)
-            model = _model(saved, tensor, pipeline)
+            model = build(saved, tensor, pipeline)
             model.load_state_dict(dist_checkpointing.load({"model": model.sharded_state_dict()}, str(path))["model"])
-            found[folder.name, name] = _logits(model, tokens, pipeline)
+            found[folder.name, name] = logits_of(model, tokens, pipeline)
             if folder.name not in saving:
                 parallel_state.destroy_model_parallel()
                 continue

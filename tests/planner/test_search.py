@@ -47,6 +47,22 @@ def test_flops_and_traffic_by_hand():
     assert found.bytes["attention"] / 2**30 == pytest.approx(210.0)
 
 
+def test_experts_by_hand():
+    """Qwen3-30B-A3B, 2048 wide, 8 of 128 experts of width 768 in 48 layers; 16 ranks, one sample of 8192 tokens each."""
+    model, machine, workload = KNOWN["30b-a3b"], Machine(H200, 16), Workload(8192, 32, 16)
+    alone, shared, split = (
+        predict(model, machine, workload, Layout(**layout)) for layout in (dict(dp=16), dict(dp=16, ep=8), dict(tp=2, dp=8, ep=8))
+    )
+    experts, rows = 48 * 128 * 3 * 2048 * 768, 2 * 8192
+    assert alone.memory["parameters"] - shared.memory["parameters"] == pytest.approx(2 * experts * 7 / 8)
+    assert alone.memory["optimizer"] == pytest.approx(shared.memory["optimizer"]), "sharded over all ranks in both"
+    assert alone.bytes["experts"] == 0 and shared.bytes["tensor parallel"] == 0
+    assert shared.bytes["experts"] == pytest.approx(48 * 4 * 8 * rows * 2048 * 2 * 7 / 8)
+    assert split.bytes["tensor parallel"] == pytest.approx(2 * 48 * (5 + 4 * 8) * rows * 2048 * 2 / 2)
+    dense = model.parameters - experts
+    assert shared.bytes["gradients and parameters"] == pytest.approx(6 * (dense * 15 / 16 + experts / 8 * 8 / 16))
+
+
 @pytest.mark.parametrize("window", [None, 16])
 def test_area_is_the_plans(window):
     from megatron.bdlm.parallel.plan import SequencePlan
@@ -90,7 +106,7 @@ def test_models_from_config_and_flags(tmp_path):
 
 
 def test_published_sizes_of_known_models():
-    for name, billions in (("3b", 3.1), ("8b", 8.2), ("14b", 14.8), ("26b-a4b", 25.2)):
+    for name, billions in (("3b", 3.1), ("8b", 8.2), ("14b", 14.8), ("26b-a4b", 25.2), ("30b-a3b", 30.5)):
         assert KNOWN[name].parameters / 1e9 == pytest.approx(billions, rel=0.02)
 
 

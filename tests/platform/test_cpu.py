@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron.bdlm.platform import cpu
+from megatron.bdlm.testing.distributed import run_distributed
 
 ON_CPU = cpu.enable()
 
@@ -60,6 +61,29 @@ def test_adam_is_adamw(decay):
         torch.testing.assert_close(a, b, rtol=1e-14, atol=0)
     assert adam.param_groups[0]["step"] == 5
     assert set(adam.state[ours[0]]) == {"exp_avg", "exp_avg_sq"}
+
+
+def _uneven_exchanges():
+    import torch.distributed as dist
+
+    cpu.adapt_engine(cpu.enable())
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, reduce_scatter_to_sequence_parallel_region
+
+    sizes, rank = [3, 1], dist.get_rank()
+    rows = (torch.arange(sizes[rank] * 2.0).view(-1, 2) + 10 * rank).requires_grad_()
+    whole = gather_from_sequence_parallel_region(rows, group=dist.group.WORLD, output_split_sizes=sizes)
+    part = reduce_scatter_to_sequence_parallel_region(whole * (rank + 1), group=dist.group.WORLD, input_split_sizes=sizes)
+    part.sum().backward()
+    return whole.detach(), part.detach(), rows.grad
+
+
+def test_ranks_gather_and_reduce_different_numbers_of_rows():
+    """Ranks hold 3 rows and 1; the sum over both is 1x + 2x, and so is the gradient."""
+    expected = torch.tensor([[0.0, 1], [2, 3], [4, 5], [10, 11]])
+    for rank, (whole, part, gradient) in enumerate(run_distributed(_uneven_exchanges, 2)):
+        own = expected[:3] if rank == 0 else expected[3:]
+        assert torch.equal(whole, expected) and torch.equal(part, 3 * own)
+        assert torch.equal(gradient, torch.full_like(own, 3.0))
 
 
 def test_another_engine_is_refused(monkeypatch):

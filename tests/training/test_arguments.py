@@ -25,6 +25,11 @@ STOCK = dict(
     cuda_graph_impl="none", full_validation=False, window_size=None, cp_comm_type=["p2p"], reset_position_ids=False,
     dataloader_inter_document_masking=False, micro_batch_size=1, eval_micro_batch_size=None,
 )
+EXPERTS = dict(
+    num_experts=8, tensor_model_parallel_size=1, sequence_parallel=False, moe_expert_capacity_factor=None, moe_input_jitter_eps=None,
+    moe_use_upcycling=False, overlap_moe_expert_parallel_comm=False, moe_router_load_balancing_type="aux_loss",
+    moe_token_dispatcher_type="alltoall", moe_grouped_gemm=False,
+)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +40,6 @@ STOCK = dict(
         ("calculate_per_token_loss", False, "--calculate-per-token-loss False: .* A legal value: set"),
         ("multi_latent_attention", True, "--multi-latent-attention True"),
         ("mtp_num_layers", 1, "--mtp-num-layers 1"),
-        ("num_experts", 8, "--num-experts 8"),
         ("heterogeneous_layers_config_path", "x.json", "--heterogeneous-layers-config-path x.json"),
         ("sft", True, "--sft True: .* finetune_bdlm.py"),
         ("dataloader_type", "cyclic", "--dataloader-type cyclic: .* A legal value: single"),
@@ -55,11 +59,39 @@ STOCK = dict(
     ],
 )
 def test_refused_engine_flags(name, value, message):
-    """Faults A3, B2 (without --calculate-per-token-loss) and B8 (router losses: mixture of experts) among others."""
+    """Faults A3 and B2 (without --calculate-per-token-loss) among others."""
     if name in ("use_torch_fsdp2", "use_megatron_fsdp", "transformer_impl") and not ON_CPU:
         pytest.skip("refused on the CPU platform only; CUDA is available")
     with pytest.raises(BDLMConfigError, match=message):
         arguments.check_combination(SimpleNamespace(**{**STOCK, name: value}), BDLMConfig())
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        (dict(moe_expert_capacity_factor=1.0), "--moe-expert-capacity-factor 1.0: .* A legal value: unset"),
+        (dict(moe_input_jitter_eps=0.1), "--moe-input-jitter-eps 0.1: .* A legal value: unset"),
+        (dict(moe_use_upcycling=True), "--moe-use-upcycling True: .* A legal value: unset"),
+        (dict(overlap_moe_expert_parallel_comm=True), "--overlap-moe-expert-parallel-comm True: .* A legal value: unset"),
+        (dict(moe_router_load_balancing_type="sinkhorn"), "--moe-router-load-balancing-type sinkhorn: .* aux_loss, seq_aux_loss, none"),
+        (dict(moe_router_load_balancing_type=["aux_loss", "global_aux_loss"]), "--moe-router-load-balancing-type global_aux_loss"),
+        (dict(moe_token_dispatcher_type="allgather"), "--moe-token-dispatcher-type allgather: .* A legal value: alltoall"),
+        (dict(tensor_model_parallel_size=2), "--tensor-model-parallel-size 2: experts need --sequence-parallel"),
+        (dict(moe_grouped_gemm=True), "--moe-grouped-gemm True: .* A legal value: unset"),
+    ],
+)
+def test_refused_flags_of_experts(values, message):
+    """Fault B8: router statistics that would depend on the layout."""
+    if "moe_grouped_gemm" in values and not ON_CPU:
+        pytest.skip("refused on the CPU platform only; CUDA is available")
+    with pytest.raises(BDLMConfigError, match=message):
+        arguments.check_combination(SimpleNamespace(**{**STOCK, **EXPERTS, **values}), BDLMConfig())
+
+
+def test_experts_pass():
+    arguments.check_combination(SimpleNamespace(**STOCK | EXPERTS), BDLMConfig())
+    tensor_parallel = dict(tensor_model_parallel_size=2, sequence_parallel=True, moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"])
+    arguments.check_combination(SimpleNamespace(**STOCK | EXPERTS | tensor_parallel), BDLMConfig())
 
 
 def test_separate_documents_need_micro_batches_of_one():

@@ -31,3 +31,47 @@ def test_block_size_of_an_iteration():
     config = BDLMConfig(bdlm_block_size=8, bdlm_block_size_schedule="0:2,5:8")
     assert [training_config(config, i).bdlm_block_size for i in (0, 4, 5)] == [2, 2, 8]
     training_config(config, 0).validate()
+
+
+def test_router_losses_are_divided_by_what_the_global_batch_counts(monkeypatch):
+    """Fault B8: three micro-batches of 8, 5 and 0 supervised tokens, a second data-parallel rank with as many: N = 26 over 6 parts."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from megatron.bdlm.model.router import router_loss_scale
+    from megatron.bdlm.training import step
+
+    monkeypatch.setattr(step, "get_num_microbatches", lambda: 3)
+    monkeypatch.setattr(step.parallel_state, "get_data_parallel_world_size", lambda: 2)
+    monkeypatch.setattr(step.parallel_state, "get_data_parallel_group", lambda: None)
+    monkeypatch.setattr(step.torch.distributed, "all_reduce", lambda totals, group: totals.mul_(2))
+    routers = SimpleNamespace(num_moe_experts=4, moe_z_loss_coeff=None, moe_aux_loss_coeff=0.01)
+    config = BDLMConfig(bdlm_block_size=4, bdlm_mask_token_id=9, bdlm_noise_seed=1)
+    stage = SimpleNamespace(config=routers, post_process=False, tokenizer_tokens=9)
+    samples = [
+        dict(tokens=torch.arange(8)[None], eligible=torch.arange(8)[None] < count, sample_index=torch.tensor([i]), epoch=torch.tensor([0]))
+        for i, count in enumerate((8, 5, 0))
+    ]
+    iterator = iter(samples)
+    for sample in samples:
+        got, counts = step._next_samples(iterator, stage, config, training=True)
+        assert got is sample and counts.noisy == 26
+        assert router_loss_scale.factor == 26 / 6
+    router_loss_scale.factor = 1.0
+
+
+@pytest.mark.parametrize("coefficient, counted, skips", [(0.0, "clean", True), (0.01, "clean", False), (0.01, "all", False), (0.01, "noisy", True)])
+def test_the_last_layer_is_whole_where_its_router_counts_clean_rows(coefficient, counted, skips):
+    from types import SimpleNamespace
+
+    from megatron.bdlm.parallel.plan import SequencePlan
+    from megatron.bdlm.training.step import _final_rows
+
+    model = SimpleNamespace(
+        num_moe_experts=4, moe_z_loss_coeff=None, moe_aux_loss_coeff=coefficient, moe_router_enable_expert_bias=False,
+        attention_output_gate=False, sequence_parallel=False,
+    )
+    plan, config = SequencePlan.build(16, 4), BDLMConfig(bdlm_router_rows=counted)
+    assert _final_rows(plan, config, model, training=True) == (16 if skips else None)
+    assert _final_rows(plan, config, model, training=False) == 16, "validation has no router losses"

@@ -179,7 +179,8 @@ def memory(model: Model, workload: Workload, layout: Layout) -> dict[str, float]
     in_flight = min(layout.pp, layout.micro_batches(workload))
     widest = max(model.query_heads * kind.head_size for kind in model.kinds)
     keys = max(kind.key_heads * kind.head_size for kind in model.kinds)
-    working = ITEM * (4 * model.hidden + 2 * widest + 2 * keys + 3 * (model.ffn + model.experts_per_token * model.expert_ffn))
+    chosen = model.experts_per_token * (model.hidden + 3 * model.expert_ffn)  # a row's copy for each expert, and what that makes of it
+    working = ITEM * (4 * model.hidden + 2 * widest + 2 * keys + 3 * model.ffn + chosen)
     kept = ITEM * model.hidden if layout.recompute else working
     activations = rows * (layers * in_flight * kept + (working if layout.recompute else 0)) / layout.tp
     return {
@@ -269,14 +270,17 @@ def _other_bytes(model: Model, workload: Workload, layout: Layout, rows: float) 
     """Bytes a rank sends beside attention: of one micro-batch, and for gradients of a step."""
     layers = model.layers / layout.pp
     hidden = rows * model.hidden * ITEM
-    # sequence parallel: two gathers and two scatters a layer and direction, one gather more in backward for each linear pair
-    tensor = layers * 10 * hidden * (layout.tp - 1) / layout.tp
-    experts = layers * 4 * hidden * model.experts_per_token * (layout.ep - 1) / layout.ep / layout.tp
-    own = model.dense_parameters / (layout.tp * layout.pp) + model.embedding_parameters / layout.tp / layout.pp
-    own += model.expert_parameters / (layout.tp * layout.pp * layout.ep)
-    together = layout.dp * layout.cp
+    # sequence parallel: a gather and a scatter a linear pair and direction, one gather more in backward; experts' rows
+    # come to their owner, one copy an expert, and are gathered there, for each expert is split over the same tp ranks
+    pairs = 1 if model.ffn == 0 else 2
+    copies = hidden * model.experts_per_token
+    tensor = layers * (5 * pairs * hidden + 4 * copies) * (layout.tp - 1) / layout.tp
+    experts = layers * 4 * copies * (layout.ep - 1) / layout.ep / layout.tp
+    split, together = layout.tp * layout.pp, layout.dp * layout.cp
+    own = (model.dense_parameters + model.embedding_parameters) / split * (together - 1) / together
+    own += model.expert_parameters / (split * layout.ep) * (together - layout.ep) / together
     return {
         "tensor parallel": tensor, "experts": experts,
         "pipeline": 2 * hidden / layout.tp if layout.pp > 1 else 0.0,
-        "gradients and parameters": own * (4 + ITEM) * (together - 1) / together,
+        "gradients and parameters": own * (4 + ITEM),
     }

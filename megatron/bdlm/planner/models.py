@@ -158,6 +158,7 @@ KNOWN = {
         Model("3b", 2048, 16, _full(36, 2), 11008, 151936, True, source="Qwen2.5-3B config.json"),
         Model("8b", 4096, 32, _full(36, 8), 12288, 151936, source="Qwen3-8B config.json"),
         Model("14b", 5120, 40, _full(40, 8), 17408, 151936, source="Qwen3-14B config.json"),
+        Model("30b-a3b", 2048, 32, _full(48, 4), 0, 151936, False, 128, 8, 768, source="Qwen3-30B-A3B config.json"),
         Model(
             "26b-a4b", 2816, 16, (AttentionLayers(25, 8, 256, 1024), AttentionLayers(5, 2, 512)), 2112, 262144, True, 128, 8, 704,
             source="25 of 30 layers at window 1024; sizes of DiffusionGemma 26B-A4B",

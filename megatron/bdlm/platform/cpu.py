@@ -7,7 +7,7 @@ the CPU over gloo, and does nothing where a CUDA device is visible. It works by 
    memory the identity;
 2. stand-ins for the `torch.cuda` functions that the engine calls (device, stream, event, memory,
    random state); `torch.cuda.is_available()` stays False;
-3. after the engine is imported, `adapt_engine` replaces the six engine functions that would
+3. after the engine is imported, `adapt_engine` replaces the engine functions that would
    otherwise demand CUDA, and supplies an Adam with the state layout that the engine's
    distributed optimizer can save and load.
 
@@ -221,6 +221,7 @@ def adapt_engine(on_cpu: bool) -> None:
         return
     import megatron.core.optimizer as engine_optimizer
     import megatron.core.optimizer.distrib_optimizer as engine_distributed_optimizer
+    import megatron.core.tensor_parallel.mappings as engine_mappings
     import megatron.core.transformer.moe.token_dispatcher as engine_dispatcher
     import megatron.training.training as engine_training
 
@@ -230,6 +231,9 @@ def adapt_engine(on_cpu: bool) -> None:
     engine_training.set_jit_fusion_options = lambda **kwargs: None
     # All-to-all wants its split sizes as numbers; the engine turns them into an array only on their way from a GPU.
     engine_dispatcher.maybe_move_tensor_to_cpu = _numbers_of
+    # Tensor-parallel ranks of an expert hold different numbers of rows, which gloo can neither gather nor reduce and scatter.
+    for name, exchange in (("_gather_along_first_dim", _gather), ("_reduce_scatter_along_first_dim", _reduce_scatter)):
+        setattr(engine_mappings, name, _uneven(getattr(engine_mappings, name), exchange))
     engine_optimizer.Adam, engine_optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
     engine_distributed_optimizer.HAVE_APEX_OR_TE = engine_distributed_optimizer.USING_APEX_OPTIMIZER = True
 
@@ -237,6 +241,32 @@ def adapt_engine(on_cpu: bool) -> None:
 def _numbers_of(tensor, as_numpy: bool = False, record_stream: bool = False):
     """The engine's `maybe_move_tensor_to_cpu` for a tensor that is there already."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _uneven(stock, exchange):
+    """`exchange` where rank sizes are given and there is more than one rank, else the engine's function."""
+    def along_first_dim(input_, group, sizes=None, use_global_buffer=False):
+        if sizes is None or group.size() == 1:
+            return stock(input_, group, sizes, use_global_buffer)
+        return exchange(input_, group, [int(size) for size in sizes])
+
+    return along_first_dim
+
+
+def _gather(rows: torch.Tensor, group, sizes: list[int]) -> torch.Tensor:
+    """[n, ..] of each rank, n = `sizes`[rank] -> all of them, [sum of sizes, ..]."""
+    everyone = torch.cat([rows] * len(sizes))
+    out = rows.new_empty(sum(sizes), *rows.shape[1:])
+    torch.distributed.all_to_all_single(out, everyone, sizes, [len(rows)] * len(sizes), group=group)
+    return out
+
+
+def _reduce_scatter(rows: torch.Tensor, group, sizes: list[int]) -> torch.Tensor:
+    """[sum of sizes, ..] -> this rank's [n, ..] of the sum over ranks, n = `sizes`[rank]."""
+    own = sizes[group.rank()]
+    parts = rows.new_empty(len(sizes) * own, *rows.shape[1:])
+    torch.distributed.all_to_all_single(parts, rows.contiguous(), [own] * len(sizes), sizes, group=group)
+    return parts.view(len(sizes), own, *rows.shape[1:]).sum(0)
 
 
 class FusedAdam(torch.optim.Optimizer):

@@ -28,12 +28,15 @@ MODEL_OPTIONS = (
 
 TENSOR_OPTIONS = (
     "qk_layernorm", "add_qkv_bias", "add_bias_linear", "swiglu", "normalization", "untie_embeddings_and_output_weights",
+    "num_experts", "moe_layer_freq", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_enable_expert_bias",
 )
 """Engine options that decide which tensors a model has; the engine ignores tensors that the model lacks."""
 
 NUMERIC_OPTIONS = (
     "layernorm_epsilon", "rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling", "window_size", "window_attn_skip_freq", "position_embedding_type",
+    "use_rope_scaling", "window_size", "window_attn_skip_freq", "position_embedding_type", "moe_router_topk",
+    "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_num_groups",
+    "moe_router_group_topk",
 )
 """Engine options that change what the same tensors compute; a change may be meant (longer samples), so it is told."""
 
