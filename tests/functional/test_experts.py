@@ -8,7 +8,15 @@ import dataclasses
 import pytest
 
 from megatron.bdlm.testing.distributed import run_distributed
-from megatron.bdlm.testing.topologies import EXPERT_TOPOLOGIES, TOY_EXPERTS, agreement, reference_run, topology_run, toy_flags
+from megatron.bdlm.testing.topologies import (
+    EXPERT_TOPOLOGIES,
+    RECORDING_ENTRY,
+    TOY_EXPERTS,
+    agreement,
+    reference_run,
+    topology_run,
+    toy_flags,
+)
 from megatron.bdlm.testing.training_run import Run, launch
 from tests.functional.test_resume import _copy_at_five
 from tests.generation.test_checkpoint_sampling import check_loaded_model
@@ -58,6 +66,21 @@ def test_a_checkpoint_goes_on_at_another_expert_parallel_size(alone, tmp_path):
     for name in METRICS:
         for step, value in {**first.scalars[name], **second.scalars[name]}.items():
             assert value == pytest.approx(reference.scalars[name][step], rel=1e-5), (name, step)
+
+
+def test_neither_views_nor_ranks_nor_supervised_tokens_change_router_losses(alone, tmp_path):
+    """Fault B8: one step without a model loss, so that gradients are those of router losses; then two views on two ranks, and
+    a sample without supervised tokens: another divisor, other noisy rows.
+    """
+    flags = toy_flags(1, *TOY_EXPERTS, "--bdlm-diffusion-loss-weight", "1e-12")
+    one = launch(SCRIPT, flags, processes=1, folder=tmp_path / "one")
+    both = ["--bdlm-views", "2", "--context-parallel-size", "2", "--expert-model-parallel-size", "2"]
+    two = launch(RECORDING_ENTRY, [*flags, *both], processes=2, folder=tmp_path / "two", EMPTY_SAMPLES="1")
+    assert two.scalars["supervised tokens"][1] == 0.75 * one.scalars["supervised tokens"][1]
+    for name in ("load_balancing_loss", "z_loss"):
+        assert one.scalars[name][1] == alone[1].scalars[name][1]
+    for name in METRICS[1:]:
+        assert two.scalars[name][1] == pytest.approx(one.scalars[name][1], rel=1e-5), name
 
 
 def test_the_sampler_has_the_logits_of_training(alone):
