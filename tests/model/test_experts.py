@@ -22,12 +22,12 @@ from megatron.bdlm.model.layer_spec import block_diffusion_layer_spec  # noqa: E
 from megatron.bdlm.testing.distributed import run_distributed  # noqa: E402
 
 
-def _model(expert_ranks, frequency=1, **changes):
+def _model(expert_ranks, frequency=1):
     transformer = TransformerConfig(
         num_layers=2, hidden_size=16, ffn_hidden_size=24, num_attention_heads=2, num_moe_experts=4, moe_ffn_hidden_size=8,
         moe_layer_freq=frequency, moe_router_topk=2, expert_model_parallel_size=expert_ranks, add_bias_linear=False,
         gated_linear_unit=True, activation_func=torch.nn.functional.silu, use_cpu_initialization=True,
-        transformer_impl="local", normalization="RMSNorm", moe_token_dispatcher_type="alltoall", **changes,
+        transformer_impl="local", normalization="RMSNorm", moe_token_dispatcher_type="alltoall", attention_dropout=0.0, hidden_dropout=0.0,
     )
     return BlockDiffusionModelConfig(transformer=transformer, vocab_size=32, should_pad_vocab=False, seq_length=16, bdlm=BDLMConfig())
 

@@ -11,9 +11,10 @@ LOAD_METRICS = ("expert load clean", "expert load noisy", "idle experts clean", 
 def load_metrics(rows: torch.Tensor) -> dict[str, torch.Tensor]:
     """Metrics out of the rows that each expert got, [layers, 2, E]: classes clean and noisy.
 
-    `expert load`: rows of the busiest expert over the mean, averaged over layers: 1 is even, E is all rows on one
-    expert. `idle experts`: share of experts without a row, averaged likewise. Layers without a row of the class are
-    left out (dense ones; the last one may compute noisy rows only). Four experts with 6, 2, 0, 0 rows: load 3, idle 0.5.
+    `expert load`: rows of the busiest expert over the mean, averaged over layers: 1 is even, E/k (all rows choose the
+    same k experts) the worst. `idle experts`: share of experts without a row, averaged likewise. Layers without a row of
+    the class are left out (dense ones; the last one may compute noisy rows only). Four experts with 6, 2, 0, 0 rows:
+    load 3, idle 0.5.
     """
     loads, idle = {}, {}
     for name, by_layer in zip(("clean", "noisy"), rows.unbind(1), strict=True):
