@@ -1,7 +1,5 @@
 """Fresh experts depend on their number in the model, not on the layout; which layers have experts."""
 
-import dataclasses
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -85,8 +83,9 @@ def test_layers_with_experts(frequency, expected):
 
 def test_a_list_of_layers_of_another_length_is_refused():
     config = _model(1).transformer
+    config.moe_layer_freq = [1]
     with pytest.raises(ValueError, match=r"--moe-layer-freq \[1\]: one entry a layer, and --num-layers is 2. A legal value: \[1, 1\]"):
-        expert_layers(dataclasses.replace(config, moe_layer_freq=[1]))
+        expert_layers(config)
 
 
 class _Rank:
