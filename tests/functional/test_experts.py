@@ -46,8 +46,9 @@ def test_experts_learn_and_their_load_is_logged(alone):
         assert all(1.0 <= value <= 4.0 for value in run.scalars[name].values()) and len(run.scalars[name]) == ITERATIONS
 
 
+@pytest.mark.slow
 def test_a_layout_with_every_kind_of_parallelism_agrees(alone):
-    """Ten steps in float32: losses of model and routers and the gradient norm, from the same fresh weights."""
+    """Ten steps in float32: losses of model and routers and the gradient norm, from the same fresh weights; fast twin: the next."""
     folder, run = alone
     result = agreement(topology_run(IN_CI, folder, ITERATIONS, extra=tuple(TOY_EXPERTS)), run)
     assert result.steps == ITERATIONS
