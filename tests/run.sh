@@ -6,8 +6,8 @@
 #     bash tests/run.sh -m gpu             what needs a CUDA device
 #     bash tests/run.sh -m 'not slow'      seconds-long tests only
 #
-# All arguments go to pytest; its exit code is returned. One test runs at a time: many start 2 or 4 processes
-# themselves, which is what a small machine holds.
+# All arguments go to pytest; its exit code is returned. Two tests run at a time (half the cores' number on larger
+# machines): many start 2 or 4 processes themselves, and wait for each other. BDLM_TEST_WORKERS=0: one at a time.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -18,4 +18,7 @@ source "$root/examples/environment.sh"
 # One thread a process: ranks share the cores, and sums keep their order from run to run.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false MPLBACKEND=Agg
 
-exec "$BDLM_PYTHON" -m pytest --durations=15 --durations-min=5 "$@"
+cores=$(getconf _NPROCESSORS_ONLN)
+workers=${BDLM_TEST_WORKERS:-$((cores > 4 ? cores / 2 : 2))}
+
+exec "$BDLM_PYTHON" -m pytest --numprocesses="$workers" --dist=loadfile --durations=15 --durations-min=5 "$@"
