@@ -41,6 +41,7 @@ class Case:
     queries: str = "all"
     scale: float | None = None
     kernel: str = "auto"
+    diagonal_kernel: str = "dense"
     grad_dtype: torch.dtype | None = None
     heads: tuple[int, int, int, int] = (2, 2, 8, 8)  # n, nk, d, dv
     batch: int = 1
@@ -90,6 +91,7 @@ def run_case(case: Case, size: int, rank: int) -> Shard:
         plan,
         transport=case.transport,
         kernel=case.kernel,
+        diagonal_kernel=case.diagonal_kernel,
         softmax_scale=case.scale,
         window=case.window,
         queries=case.queries,

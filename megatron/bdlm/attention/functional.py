@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from megatron.bdlm.attention.diagonal_tile import DiagonalTile, uses_triton
 from megatron.bdlm.attention.kernels import choose
 from megatron.bdlm.attention.kernels.base import AttentionKernel, KernelCase
 from megatron.bdlm.attention.leaves import with_leaves
@@ -36,7 +37,7 @@ from megatron.bdlm.parallel.plan import SequencePlan
 from megatron.bdlm.parallel.program import AttentionProgram, Piece
 from megatron.bdlm.parallel.transport_choice import open_exchange
 
-# Piece -> {(g, device, masks): tiles}; made once, not in every layer
+# Piece -> {what tiles depend on besides: tiles}; made once, not in every layer
 _tiles_of_piece: WeakKeyDictionary = WeakKeyDictionary()
 
 
@@ -54,6 +55,7 @@ def block_diffusion_attention(
     queries: str = "all",
     grad_dtype: torch.dtype | None = None,
     ranks_per_node: int | None = None,
+    diagonal_kernel: str = "auto",
 ) -> torch.Tensor:
     """Attention of this rank's rows under the block diffusion mask, differentiable in q, k and v.
 
@@ -69,6 +71,7 @@ def block_diffusion_attention(
         grad_dtype: data type of dK/dV on the wire; default float32 (float64 for float64 inputs), in which they are
             summed.
         ranks_per_node: consecutive ranks on a node; default LOCAL_WORLD_SIZE.
+        diagonal_kernel: what computes small rectangles: "auto", "triton" or "dense" (diagonal_tile.py).
 
     Returns:
         [s, b, n, dv]. A padding row sees only itself: its output is its own v (zero with queries "noisy").
@@ -77,14 +80,15 @@ def block_diffusion_attention(
         ValueError: shapes or data types that do not fit; ExchangeError, KernelUnavailable: what cannot serve.
     """
     _check_shapes(q, k, v, plan)
-    sum_dtype = accumulation_dtype(q.dtype)
+    sum_dtype, case = accumulation_dtype(q.dtype), KernelCase.of(q, v)
     call = AttentionCall(
         program=plan.program(window, queries),
         needed=lambda rank, source: plan.needed_rows(rank, source, window, queries),
         link=Link.of(group, plan.context_parallel_size, ranks_per_node),
         transport=transport,
         wire=Wire(sum_dtype, grad_dtype or sum_dtype),
-        kernel=choose(kernel, KernelCase.of(q, v)).kernel,
+        kernel=choose(kernel, case).kernel,
+        diagonal=uses_triton(diagonal_kernel, case),
         scale=q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale,
         padding=plan.s_local - plan.used_rows if queries == "all" else 0,
     )
@@ -101,6 +105,7 @@ class AttentionCall:
     transport: str
     wire: Wire
     kernel: AttentionKernel
+    diagonal: bool  # small rectangles go to the Triton kernels
     scale: float
     padding: int  # last rows that see only themselves
 
@@ -120,10 +125,10 @@ class BlockDiffusionAttention(torch.autograd.Function):
         q_folded = fold(q, key_heads)  # [s, g, h, d]
         keys, values = (_arranged(_heads_joined(x), call.kernel) for x in (k, v))  # [s, h, d]
         seen = Partial.empty(q_folded, v.shape[3])
-        attend(seen, q_folded, keys, values, _tiles(call.program.local, q_folded, call.kernel), call.kernel, call.scale)
+        attend(seen, q_folded, keys, values, _tiles(call.program.local, q_folded, call), call.kernel, call.scale)
         for arrival in exchange.arrivals():
             keys, values = _arranged(arrival.rows, call.kernel).split((head_size, v.shape[3]), dim=-1)
-            attend(seen, q_folded, keys, values, _tiles(arrival.piece, q_folded, call.kernel), call.kernel, call.scale)
+            attend(seen, q_folded, keys, values, _tiles(arrival.piece, q_folded, call), call.kernel, call.scale)
 
         if call.padding:
             seen.out[-call.padding :] = _heads_joined(v)[-call.padding :, None]
@@ -145,12 +150,12 @@ class BlockDiffusionAttention(torch.autograd.Function):
         rows = FinishedRows(fold(dout, key_heads), fold(q, key_heads), fold(out, key_heads), lse)
         keys, values = _heads_joined(k), _heads_joined(v)
         dq, dk, dv = (torch.zeros(x.shape, dtype=call.wire.sum_dtype, device=x.device) for x in (rows.q, keys, values))
-        local = _tiles(call.program.local, rows.q, call.kernel)
+        local = _tiles(call.program.local, rows.q, call)
         attend_backward(rows, keys, values, local, call.kernel, call.scale, (dq, dk, dv))
         for arrival in exchange.arrivals():
             keys, values = arrival.rows.split((head_size, v.shape[3]), dim=-1)
             d_keys, d_values = arrival.gradient.split((head_size, v.shape[3]), dim=-1)
-            tiles = _tiles(arrival.piece, rows.q, call.kernel)
+            tiles = _tiles(arrival.piece, rows.q, call)
             attend_backward(rows, keys, values, tiles, call.kernel, call.scale, (dq, d_keys, d_values))
 
         if call.padding:
@@ -162,14 +167,15 @@ class BlockDiffusionAttention(torch.autograd.Function):
 # ---- small steps --------------------------------------------------------------------------------
 
 
-def _tiles(piece: Piece, q_folded: torch.Tensor, kernel: AttentionKernel) -> tuple[Tile, ...]:
-    """The piece's rectangles as tiles, for this group size, device and kind of kernel."""
+def _tiles(piece: Piece, q_folded: torch.Tensor, call: AttentionCall) -> tuple[Tile | DiagonalTile, ...]:
+    """The piece's rectangles as tiles, for this group and head size, device and kind of kernel."""
     known = _tiles_of_piece.setdefault(piece, {})
-    g, device = q_folded.shape[1], q_folded.device
-    key = (g, device, kernel.takes_mask)
+    g, size, device = q_folded.shape[1], q_folded.shape[3], q_folded.device
+    key = (g, device, call.kernel.takes_mask, size if call.diagonal else None)
     if key not in known:
-        tiles = tiles_of(piece.batches, g, device)
-        known[key] = with_leaves(tiles, g, device) if kernel.takes_mask else tiles
+        special, batches = DiagonalTile.split(piece.batches, g, size, device) if call.diagonal else ((), piece.batches)
+        tiles = tiles_of(batches, g, device)
+        known[key] = (*special, *(with_leaves(tiles, g, device) if call.kernel.takes_mask else tiles))
     return known[key]
 
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch.nn.functional import logsigmoid
 
+from megatron.bdlm.attention.diagonal_tile import DiagonalTile
 from megatron.bdlm.attention.kernels.base import AttentionKernel
 
 GATHERED_PAIRS = 1 << 14  # below this many (query, key) pairs a lone rectangle joins a gathered batch
@@ -219,13 +220,16 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    tiles: Sequence[Tile],
+    tiles: Sequence[Tile | DiagonalTile],
     kernel: AttentionKernel,
     scale: float,
 ) -> None:
     """Let the rows of q [s, g, h, d] see k [c, h, d], v [c, h, dv] through `tiles`; `seen` is updated in place."""
     lse = seen.lse.unsqueeze(-1)  # [s, g, h, 1]
     for tile in tiles:
+        if isinstance(tile, DiagonalTile):
+            tile.attend(seen, q, k, v, scale)
+            continue
         causal, queries = tile.kind != "full", tile.queries
         for q_rows, out_rows, lse_rows in _lanes(tile, q, seen.out, lse):
             part = kernel.forward(
@@ -262,7 +266,7 @@ def attend_backward(
     rows: FinishedRows,
     k: torch.Tensor,
     v: torch.Tensor,
-    tiles: Sequence[Tile],
+    tiles: Sequence[Tile | DiagonalTile],
     kernel: AttentionKernel,
     scale: float,
     gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -271,6 +275,9 @@ def attend_backward(
     dq, dk, dv = gradients
     lse = rows.lse.unsqueeze(-1)
     for tile in tiles:
+        if isinstance(tile, DiagonalTile):
+            tile.attend_backward(rows, k, v, scale, gradients)
+            continue
         causal, queries = tile.kind != "full", tile.queries
         for dout, q, out, lse_rows, dq_rows in _lanes(tile, rows.dout, rows.q, rows.out, lse, dq):
             dout, q, out, lse_view = _flip(tile, *(queries.read(x) for x in (dout, q, out, lse_rows)))
