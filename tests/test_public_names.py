@@ -27,7 +27,7 @@ FLAGS = """
 --bdlm-noise-eps --bdlm-noise-level-per --bdlm-noise-draw --bdlm-t-min --bdlm-t-max --bdlm-force-one-corrupted
 --bdlm-noise-seed --bdlm-loss-weight --bdlm-loss-denominator --bdlm-label-shift --bdlm-diffusion-loss-weight
 --bdlm-clean-loss-weight --bdlm-cross-entropy-chunk --block-parallel-size --bdlm-strategy --bdlm-transport
---bdlm-ranks-per-node --bp-grad-dtype --bdlm-attention-kernel --bdlm-noisy-rows --bdlm-full-last-layer
+--bdlm-ranks-per-node --bp-grad-dtype --bdlm-attention-kernel --bdlm-diagonal-kernel --bdlm-noisy-rows --bdlm-full-last-layer
 --bdlm-router-rows
 """.split()
 

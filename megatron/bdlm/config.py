@@ -126,6 +126,9 @@ class BDLMConfig:
     bdlm_attention_kernel: str = "auto"
     """Kernel of the dense attention tiles: auto, torch, flash_attn, transformer_engine, flex, math."""
 
+    bdlm_diagonal_kernel: Literal["auto", "triton", "dense"] = "auto"
+    """Small rectangles near the diagonal: one Triton launch, or batches for the dense kernel; auto: triton on GPUs in 16 bits."""
+
     bdlm_noisy_rows: Literal["targets", "all"] = "targets"
     """Which blocks have noisy rows: those with a supervised token (prompts have none), or all."""
 

@@ -48,6 +48,7 @@ class Case:
     strided: bool = False
     dtype: torch.dtype = torch.float64
     seed: int = 0
+    device: str = "cpu"
 
     def __str__(self) -> str:
         changed = {
@@ -79,7 +80,7 @@ class Shard:
 def run_case(case: Case, size: int, rank: int) -> Shard:
     """This rank's part of a case."""
     plan = SequencePlan.build(**case.plan, context_parallel_size=size, rank=rank)
-    q, k, v, dout = (plan.take(x).to(case.dtype) for x in case.inputs())
+    q, k, v, dout = (plan.take(x).to(case.device, case.dtype) for x in case.inputs())
     if case.plan.get("strategy") == "bp":  # clean rows stand on every rank: each copy gets its share of their gradient
         dout[plan.is_clean] /= size
     q, k, v = ((strided(x) if case.strided else x).requires_grad_() for x in (q, k, v))
@@ -99,7 +100,7 @@ def run_case(case: Case, size: int, rank: int) -> Shard:
         ranks_per_node=case.ranks_per_node,
     )
     gradients = torch.autograd.grad(out, (q, k, v), strided(dout) if case.strided else dout)
-    return Shard(plan.rows, out.detach(), gradients, traffic())
+    return Shard(plan.rows, out.detach().cpu(), tuple(x.cpu() for x in gradients), traffic())
 
 
 def strided(x: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,7 @@ class AttentionOptions:
     kernel: str = "auto"
     gradient_dtype: str = "fp32"  # on the wire: fp32, bf16, or input for that of the keys
     ranks_per_node: Optional[int] = None
+    diagonal_kernel: str = "auto"
 
 
 @dataclass
@@ -96,7 +97,7 @@ class BlockDiffusionParams(PackedSeqParams):
             transport=self.options.transport, kernel=self.options.kernel, softmax_scale=softmax_scale, window=window,
             queries="noisy" if noisy_only else "all",
             grad_dtype=key.dtype if self.options.gradient_dtype == "input" else GRADIENT_DTYPES[self.options.gradient_dtype],
-            ranks_per_node=self.options.ranks_per_node,
+            ranks_per_node=self.options.ranks_per_node, diagonal_kernel=self.options.diagonal_kernel,
         )
         return out[: self.final_rows] if noisy_only else out
 

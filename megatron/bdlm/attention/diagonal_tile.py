@@ -36,7 +36,9 @@ def refusal(case: KernelCase) -> str | None:
 
 
 def uses_triton(name: str, case: KernelCase) -> bool:
-    """Whether small rectangles go to the Triton kernels: `auto` says yes on a GPU that they serve.
+    """Whether small rectangles go to the Triton kernels: `auto` says yes on a GPU that they serve, in 16 bits.
+
+    (In float32 they use no tensor cores and spill registers.)
 
     Raises:
         KernelUnavailable: unknown name, or `triton` where it cannot serve.
@@ -46,7 +48,7 @@ def uses_triton(name: str, case: KernelCase) -> bool:
     reason = refusal(case) if name != "dense" else None
     if name == "triton" and reason:
         raise KernelUnavailable(f"--bdlm-diagonal-kernel triton: {reason}; legal values here: auto, dense")
-    return name == "triton" or (name == "auto" and case.device == "cuda" and reason is None)
+    return name == "triton" or (name == "auto" and case.device == "cuda" and case.dtype != torch.float32 and reason is None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -234,7 +234,10 @@ def _final_rows(plan: SequencePlan, config: BDLMConfig, model_config: Any, train
 
 
 def _attention_options(config: BDLMConfig) -> AttentionOptions:
-    return AttentionOptions(config.bdlm_transport, config.bdlm_attention_kernel, config.bp_grad_dtype, config.bdlm_ranks_per_node)
+    return AttentionOptions(
+        config.bdlm_transport, config.bdlm_attention_kernel, config.bp_grad_dtype, config.bdlm_ranks_per_node,
+        config.bdlm_diagonal_kernel,
+    )
 
 
 _ahead: dict[int, deque] = {}  # per data iterator: samples read before their turn, with the counts of their global batch

@@ -35,7 +35,7 @@ def tile_sizes(head_size: int, g: int = 1) -> TileSizes:
 
     A query tile holds all g rows of a token.
     """
-    rows, keys, warps = (64, 64, 4) if head_size <= 64 else (64, 64, 8) if head_size <= 128 else (32, 32, 8)
+    rows, keys, warps = (64, 64, 8) if head_size <= 64 else (64, 32, 8) if head_size <= 128 else (32, 32, 8)
     return TileSizes(max(rows, triton.next_power_of_2(g)), keys, warps)
 
 
@@ -43,20 +43,30 @@ def tile_sizes(head_size: int, g: int = 1) -> TileSizes:
 
 
 @triton.jit
-def _rows(X, folded, row_stride, head, head_stride, live, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """X[folded, head, :], [rows, BLOCK]; zero where the row or the column does not exist."""
-    column = tl.arange(0, BLOCK)
-    place = folded.to(tl.int64)[:, None] * row_stride + head * head_stride + column[None, :]
-    return tl.load(X + place, mask=live[:, None] & (column < SIZE)[None, :], other=0.0)
+def _places(start, row, row_stride, head, head_stride, BLOCK: tl.constexpr):
+    """Where rows start + row of a head are: a 64-bit scalar, and small offsets, which take half the registers."""
+    return tl.cast(start, tl.int64) * row_stride + head * head_stride, row[:, None] * row_stride + tl.arange(0, BLOCK)[None, :]
 
 
 @triton.jit
-def _update(X, part, folded, row_stride, head, head_stride, live, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """X[folded, head, :] += part."""
-    column = tl.arange(0, BLOCK)
-    place = folded.to(tl.int64)[:, None] * row_stride + head * head_stride + column[None, :]
-    inside = live[:, None] & (column < SIZE)[None, :]
-    tl.store(X + place, tl.load(X + place, mask=inside, other=0.0) + part, mask=inside)
+def _rows(X, start, row, row_stride, head, head_stride, live, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """X[start + row, head, :], [rows, BLOCK]; zero where the row or the column does not exist."""
+    base, offset = _places(start, row, row_stride, head, head_stride, BLOCK)
+    return tl.load(X + base + offset, mask=live[:, None] & (tl.arange(0, BLOCK) < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def _store(X, values, start, row, row_stride, head, head_stride, live, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """X[start + row, head, :] = values."""
+    base, offset = _places(start, row, row_stride, head, head_stride, BLOCK)
+    tl.store(X + base + offset, values, mask=live[:, None] & (tl.arange(0, BLOCK) < SIZE)[None, :])
+
+
+@triton.jit
+def _add(X, part, start, row, row_stride, head, head_stride, live, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """X[start + row, head, :] += part."""
+    before = _rows(X, start, row, row_stride, head, head_stride, live, SIZE, BLOCK)
+    _store(X, before + part, start, row, row_stride, head, head_stride, live, SIZE, BLOCK)
 
 
 @triton.jit
@@ -76,21 +86,20 @@ def _forward_kernel(
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, count = tl.load(TILES + tile * 6), tl.load(TILES + tile * 6 + 1)
-    row = tl.arange(0, ROWS)
-    live, token, folded = row < count * G, first + row // G, first * G + row
-    q = _rows(Q, folded, q_row, head, q_head, live, D, BLOCK_D)
+    row, column = tl.arange(0, ROWS), tl.arange(0, KEYS)
+    live, token, folded = row < count * G, first + row // G, first * G
+    q = _rows(Q, folded, row, q_row, head, q_head, live, D, BLOCK_D)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     for part in tl.static_range(2):
         low, high = tl.load(TILES + tile * 6 + 2 + 2 * part), tl.load(TILES + tile * 6 + 3 + 2 * part)
         for start in range(low, high, KEYS):
-            key = start + tl.arange(0, KEYS)
-            here = key < key_count
-            k = _rows(K, key, k_row, head, k_head, here, D, BLOCK_D)
-            v = _rows(V, key, v_row, head, v_head, here, DV, BLOCK_DV)
+            here = start + column < key_count
+            k = _rows(K, start, column, k_row, head, k_head, here, D, BLOCK_D)
+            v = _rows(V, start, column, v_row, head, v_head, here, DV, BLOCK_DV)
             score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-            score = tl.where(_visible(INTERVALS, token, live, key, part), score, float("-inf"))
+            score = tl.where(_visible(INTERVALS, token, live, start + column, part), score, float("-inf"))
             new = tl.maximum(largest, tl.max(score, 1))
             shift = tl.where(new == float("-inf"), 0.0, new)  # a row that has seen nothing: exp(-inf - 0) = 0
             p = tl.exp(score - shift[:, None])
@@ -99,18 +108,16 @@ def _forward_kernel(
             out = out * old[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
             largest = new
     # merge with what the rows have seen before: shares of the row's whole sum of exponentials
-    at = LSE + folded.to(tl.int64) * lse_row + head * lse_head
+    at = LSE + tl.cast(folded + row, tl.int64) * lse_row + head * lse_head
     before = tl.load(at, mask=live, other=float("-inf"))
     peak = tl.maximum(before, largest)
     peak = tl.where(peak == float("-inf"), 0.0, peak)
     share_before, share = tl.exp(before - peak), tl.exp(largest - peak)
     both = share_before + share * total
     safe = tl.where(both == 0.0, 1.0, both)
-    out_before = _rows(OUT, folded, out_row, head, out_head, live, DV, BLOCK_DV)
+    out_before = _rows(OUT, folded, row, out_row, head, out_head, live, DV, BLOCK_DV)
     merged = out_before * (share_before / safe)[:, None] + out * (share / safe)[:, None]
-    column = tl.arange(0, BLOCK_DV)
-    place = folded.to(tl.int64)[:, None] * out_row + head * out_head + column[None, :]
-    tl.store(OUT + place, merged, mask=live[:, None] & (column < DV)[None, :])
+    _store(OUT, merged, folded, row, out_row, head, out_head, live, DV, BLOCK_DV)
     tl.store(at, tl.where(both == 0.0, float("-inf"), peak + tl.log(safe)), mask=live)
 
 
@@ -132,24 +139,23 @@ def _dq_kernel(
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     first, count = tl.load(TILES + tile * 6), tl.load(TILES + tile * 6 + 1)
-    row = tl.arange(0, ROWS)
-    live, token, folded = row < count * G, first + row // G, first * G + row
-    q = _rows(Q, folded, q_row, head, q_head, live, D, BLOCK_D)
-    dout = _rows(DOUT, folded, dout_row, head, dout_head, live, DV, BLOCK_DV)
-    at = folded.to(tl.int64) * lse_row + head * lse_head
+    row, column = tl.arange(0, ROWS), tl.arange(0, KEYS)
+    live, token, folded = row < count * G, first + row // G, first * G
+    q = _rows(Q, folded, row, q_row, head, q_head, live, D, BLOCK_D)
+    dout = _rows(DOUT, folded, row, dout_row, head, dout_head, live, DV, BLOCK_DV)
+    at = tl.cast(folded + row, tl.int64) * lse_row + head * lse_head
     lse, delta = tl.load(LSE + at, mask=live, other=0.0), tl.load(DELTA + at, mask=live, other=0.0)
     dq = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for part in tl.static_range(2):
         low, high = tl.load(TILES + tile * 6 + 2 + 2 * part), tl.load(TILES + tile * 6 + 3 + 2 * part)
         for start in range(low, high, KEYS):
-            key = start + tl.arange(0, KEYS)
-            here = key < key_count
-            k = _rows(K, key, k_row, head, k_head, here, D, BLOCK_D)
-            v = _rows(V, key, v_row, head, v_head, here, DV, BLOCK_DV)
-            seen = _visible(INTERVALS, token, live, key, part)
+            here = start + column < key_count
+            k = _rows(K, start, column, k_row, head, k_head, here, D, BLOCK_D)
+            v = _rows(V, start, column, v_row, head, v_head, here, DV, BLOCK_DV)
+            seen = _visible(INTERVALS, token, live, start + column, part)
             p, ds = _gradients(q, k, v, dout, lse, delta, seen, scale, PRECISION)
             dq += tl.dot(ds.to(k.dtype), k, input_precision=PRECISION)
-    _update(DQ, dq, folded, dq_row, head, dq_head, live, D, BLOCK_D)
+    _add(DQ, dq, folded, row, dq_row, head, dq_head, live, D, BLOCK_D)
 
 
 @triton.jit
@@ -162,26 +168,29 @@ def _dkv_kernel(
     number, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     start = tl.load(KEY_TILES + number * 3)
     begin, end = tl.load(KEY_TILES + number * 3 + 1), tl.load(KEY_TILES + number * 3 + 2)
-    key = start + tl.arange(0, KEYS)
-    here = key < key_count
-    k = _rows(K, key, k_row, head, k_head, here, D, BLOCK_D)
-    v = _rows(V, key, v_row, head, v_head, here, DV, BLOCK_DV)
+    column = tl.arange(0, KEYS)
+    here = start + column < key_count
+    k = _rows(K, start, column, k_row, head, k_head, here, D, BLOCK_D)
+    v = _rows(V, start, column, v_row, head, v_head, here, DV, BLOCK_DV)
     dk, dv = tl.zeros([KEYS, BLOCK_D], tl.float32), tl.zeros([KEYS, BLOCK_DV], tl.float32)
     row = tl.arange(0, ROWS)
     for entry in range(begin, end):
         tile = tl.load(SEEN_BY + entry)
         first, count = tl.load(TILES + tile * 6), tl.load(TILES + tile * 6 + 1)
-        live, token, folded = row < count * G, first + row // G, first * G + row
-        q = _rows(Q, folded, q_row, head, q_head, live, D, BLOCK_D)
-        dout = _rows(DOUT, folded, dout_row, head, dout_head, live, DV, BLOCK_DV)
-        at = folded.to(tl.int64) * lse_row + head * lse_head
+        live, token, folded = row < count * G, first + row // G, first * G
+        q = _rows(Q, folded, row, q_row, head, q_head, live, D, BLOCK_D)
+        dout = _rows(DOUT, folded, row, dout_row, head, dout_head, live, DV, BLOCK_DV)
+        at = tl.cast(folded + row, tl.int64) * lse_row + head * lse_head
         lse, delta = tl.load(LSE + at, mask=live, other=0.0), tl.load(DELTA + at, mask=live, other=0.0)
-        seen = _visible(INTERVALS, token, live, key, 0) | _visible(INTERVALS, token, live, key, 1)
+        seen = _visible(INTERVALS, token, live, start + column, 0) | _visible(INTERVALS, token, live, start + column, 1)
         p, ds = _gradients(q, k, v, dout, lse, delta, seen, scale, PRECISION)
         dv += tl.dot(tl.trans(p.to(dout.dtype)), dout, input_precision=PRECISION)
         dk += tl.dot(tl.trans(ds.to(q.dtype)), q, input_precision=PRECISION)
-    _update(DK, dk, key, dk_row, head, dk_head, here, D, BLOCK_D)
-    _update(DV_OUT, dv, key, dv_row, head, dv_head, here, DV, BLOCK_DV)
+    _add(DK, dk, start, column, dk_row, head, dk_head, here, D, BLOCK_D)
+    _add(DV_OUT, dv, start, column, dv_row, head, dv_head, here, DV, BLOCK_DV)
+
+
+KERNELS = {"forward": _forward_kernel, "dq": _dq_kernel, "dk, dv": _dkv_kernel}
 
 
 # ---- launches -------------------------------------------------------------------------------------
