@@ -19,7 +19,7 @@ from megatron.bdlm.parallel.exchange import TRANSPORTS, traffic  # noqa: E402
 from megatron.bdlm.parallel.plan import SequencePlan  # noqa: E402
 from megatron.bdlm.testing.oracle import dense_block_diffusion_attention  # noqa: E402
 from megatron.bdlm.training.expert_load import load_metrics  # noqa: E402
-from tools.flags_reference import TARGET, flag_of, reference  # noqa: E402
+from tools.flags_reference import GROUPS, TARGET, flag_of, reference  # noqa: E402
 
 FLAGS = """
 --bdlm-recipe --bdlm-block-size --bdlm-block-size-schedule --bdlm-clean-attention --bdlm-noisy-attention --bdlm-views
@@ -30,6 +30,8 @@ FLAGS = """
 --bdlm-ranks-per-node --bp-grad-dtype --bdlm-attention-kernel --bdlm-diagonal-kernel --bdlm-noisy-rows --bdlm-full-last-layer
 --bdlm-router-rows
 """.split()
+
+OTHER_FLAGS = "--bdlm-sft-packing --bdlm-sft-too-long --dry-run --dry-run-world-size --dry-run-gpu --dry-run-json".split()
 
 METRICS = {
     "lm loss", "diffusion loss per supervised token", "diffusion loss per masked token", "masked cross entropy", "nelbo",
@@ -42,6 +44,7 @@ LOAD_METRICS = {"expert load clean", "expert load noisy", "idle experts clean", 
 
 def test_flags():
     assert sorted(flag_of(field) for field in dataclasses.fields(BDLMConfig)) == sorted(FLAGS)
+    assert sorted(flag_of(field) for group in GROUPS if group is not BDLMConfig for field in dataclasses.fields(group)) == sorted(OTHER_FLAGS)
 
 
 def test_flags_reference_is_current():

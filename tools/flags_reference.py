@@ -1,4 +1,4 @@
-"""Write docs/flags.md, the reference of the `bdlm` flags, from the dataclass that defines them.
+"""Write docs/flags.md, the reference of this project's flags, from the dataclasses that define them.
 
     python tools/flags_reference.py            # writes docs/flags.md
     python tools/flags_reference.py --check    # exit code 1 if the file is out of date
@@ -13,14 +13,29 @@ import sys
 import typing
 from pathlib import Path
 
-from megatron.bdlm.config import RECIPES, BDLMConfig
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.bdlm.platform import cpu  # noqa: E402
+
+cpu.enable()  # before the engine is imported
+
+from megatron.bdlm.config import RECIPES, BDLMConfig  # noqa: E402
+from megatron.bdlm.data.sft import FinetuneOptions  # noqa: E402
+from megatron.bdlm.training.arguments import DryRunOptions  # noqa: E402
+
+GROUPS = {
+    BDLMConfig: "",
+    FinetuneOptions: "## Fine-tuning\n\n`finetune_bdlm.py` only.",
+    DryRunOptions: "## Before a run\n\nBoth entry scripts; see [operations](operations.md#before-the-run).",
+}
+"""Dataclasses whose fields are flags, and what stands above each table."""
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 
 
-def field_docstrings() -> dict[str, str]:
-    """Docstring below each field of `BDLMConfig`."""
-    body = ast.parse(inspect.getsource(BDLMConfig)).body[0].body
+def field_docstrings(group: type) -> dict[str, str]:
+    """Docstring below each field of a dataclass."""
+    body = ast.parse(inspect.getsource(group)).body[0].body
     return {
         field.target.id: " ".join(text.value.value.split())
         for field, text in itertools.pairwise(body)
@@ -44,20 +59,26 @@ def values_of(field: dataclasses.Field) -> str:
     return getattr(kinds[0] if kinds else field.type, "__name__", str(field.type))
 
 
+def table(group: type) -> list[str]:
+    """Lines of the table of a dataclass's flags."""
+    help_texts = field_docstrings(group)
+    lines = ["| flag | values | default | meaning |", "|---|---|---|---|"]
+    for field in dataclasses.fields(group):
+        meaning = help_texts[field.name].replace("|", "\\|")
+        lines.append(f"| `{flag_of(field)}` | {values_of(field)} | `{field.default}` | {meaning} |")
+    return lines
+
+
 def reference() -> str:
     """The Markdown page."""
-    help_texts = field_docstrings()
     lines = [
         "# Flags",
         "",
         "Every stock Megatron flag is taken; these are ours. The page is generated: `python tools/flags_reference.py`.",
-        "",
-        "| flag | values | default | meaning |",
-        "|---|---|---|---|",
     ]
-    for field in dataclasses.fields(BDLMConfig):
-        meaning = help_texts[field.name].replace("|", "\\|")
-        lines.append(f"| `{flag_of(field)}` | {values_of(field)} | `{field.default}` | {meaning} |")
+    for group, heading in GROUPS.items():
+        lines += ["", heading] if heading else []
+        lines += ["", *table(group)]
     lines += ["", "## Recipes", "", "`--bdlm-recipe NAME` sets the values of a published recipe; a flag given beside it wins.", ""]
     lines += ["| recipe | values |", "|---|---|"]
     for name, values in RECIPES.items():

@@ -15,11 +15,11 @@ import json
 import sys
 from pathlib import Path
 
-from megatron.bdlm.planner.costs import Machine, Prediction, Workload
 from megatron.bdlm.planner.hardware import GPUS, Efficiency
 from megatron.bdlm.planner.models import KNOWN, Model, PlannerError, from_config, from_flags
 from megatron.bdlm.planner.published import compare
 from megatron.bdlm.planner.search import Ranked, exact_balance, flags, search
+from megatron.bdlm.planner.work import Machine, Prediction, Workload
 
 GIB = 2**30
 

@@ -48,7 +48,7 @@ class BDLMConfig:
     """Noisy streams over one clean stream; 2 corrupts complementary sets of tokens, so each is scored once over the pair."""
 
     bdlm_tail_policy: Literal["ragged", "eos-fill", "pad"] = "ragged"
-    """The last block of a document: kept short, filled with supervised EOS, or filled with invisible padding."""
+    """The last block of a document: kept short, filled with supervised EOS, or filled with invisible padding (fine-tuning only: pretraining takes ragged)."""
 
     bdlm_rope_parameters: Optional[str] = None
     """Scaled rotary frequencies as JSON, in the words of a Hugging Face config: {"rope_type": "linear", "llama3" or "yarn", "factor": 8.0, ..}."""

@@ -5,11 +5,12 @@ import time
 
 import pytest
 
-from megatron.bdlm.planner.costs import Layout, Machine, Workload, attention_area, predict
+from megatron.bdlm.planner.costs import attention_area, predict
 from megatron.bdlm.planner.hardware import GPUS
 from megatron.bdlm.planner.models import KNOWN, PlannerError, from_config, from_flags
 from megatron.bdlm.planner.published import compare
 from megatron.bdlm.planner.search import exact_balance, flags, layouts, search
+from megatron.bdlm.planner.work import Layout, Machine, Workload
 
 H200 = GPUS["h200"]
 
@@ -101,7 +102,7 @@ def test_models_from_config_and_flags(tmp_path):
     model = from_config(tmp_path)
     assert [(kind.count, kind.window) for kind in model.kinds] == [(2, None), (4, 32)]
     text = "--num-layers 6 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --ffn-hidden-size 128"
-    again = from_flags([*text.split(), "--kv-channels", "16", "--vocab-size", "100", "--untie-embeddings-and-output-weights"])
+    again = from_flags([*text.split(), "--kv-channels", "16", "--vocab-size", "100", "--swiglu", "--untie-embeddings-and-output-weights"])
     assert again.parameters == model.parameters
 
 

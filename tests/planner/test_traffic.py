@@ -10,9 +10,10 @@ import torch.distributed as dist
 from megatron.bdlm.attention.functional import block_diffusion_attention
 from megatron.bdlm.parallel.exchange import traffic
 from megatron.bdlm.parallel.plan import SequencePlan
-from megatron.bdlm.planner.costs import Layout, Workload, layer_buffers
+from megatron.bdlm.planner.memory import layer_buffers
 from megatron.bdlm.planner.search import exact_balance
 from megatron.bdlm.planner.traffic import Sizes, exact, needs
+from megatron.bdlm.planner.work import Layout, Workload
 from megatron.bdlm.testing.distributed import run_distributed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks

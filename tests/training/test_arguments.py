@@ -23,7 +23,7 @@ STOCK = dict(
     fp16_lm_cross_entropy=False, multiple_validation_sets=False, use_torch_fsdp2=False, use_megatron_fsdp=False, transformer_impl="local",
     experimental_attention_variant=None, softmax_type="vanilla", use_mup=False, hybrid_context_parallel=False,
     cuda_graph_impl="none", full_validation=False, window_size=None, cp_comm_type=["p2p"], reset_position_ids=False,
-    dataloader_inter_document_masking=False, micro_batch_size=1, eval_micro_batch_size=None,
+    dataloader_inter_document_masking=False, micro_batch_size=1, eval_micro_batch_size=None, dry_run=False,
 )
 EXPERTS = dict(
     num_experts=8, tensor_model_parallel_size=1, sequence_parallel=False, moe_expert_capacity_factor=None, moe_input_jitter_eps=None,

@@ -8,7 +8,7 @@ Everything is of the heaviest rank. Terms, with V views, L tokens, P = cp, B = 2
     exchange    rows of `traffic.needs`, K/V once in forward; again in backward, with dK/dV
     hidden      an exchange hides behind its layer's attention; of P steps, the first or last one cannot
     pipeline    (m + pp - 1) slots of a micro-batch and stage for m micro-batches
-    memory      parameters 2 B, gradients 4 B, optimizer 12 B a parameter over the ranks that share it
+    memory      `memory.py`
 
 Left out: norms and other element-wise work, recurrences of linear-attention layers (their projections count), imbalance of
 experts, start-up of kernels. Small models and short contexts run slower than predicted here.
@@ -18,78 +18,10 @@ from dataclasses import dataclass
 from typing import Optional
 
 from megatron.bdlm.planner.hardware import GPU, Efficiency
+from megatron.bdlm.planner.memory import memory
 from megatron.bdlm.planner.models import AttentionLayers, Model
 from megatron.bdlm.planner.traffic import Needs, needs
-
-ITEM = 2  # bytes of a bfloat16 value
-
-
-@dataclass(frozen=True)
-class Machine:
-    """`count` GPUs of a kind."""
-
-    gpu: GPU
-    count: int
-    efficiency: Efficiency = Efficiency()
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What one step trains on."""
-
-    length: int
-    block_size: int
-    global_batch: int
-    views: int = 1
-    gradient_item: int = 4  # bytes of a dK/dV value on the wire
-    scored_share: float = 0.5  # of the noisy rows that reach the output layer
-
-    @property
-    def clean_tokens(self) -> int:
-        return self.length * self.global_batch
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How ranks share the work: `bp` is the block-parallel size K."""
-
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    bp: int = 1
-    ep: int = 1
-    dp: int = 1
-    strategy: str = "csbp"
-    transport: str = "direct"
-    recompute: bool = False
-
-    def micro_batches(self, workload: Workload) -> int:
-        return workload.global_batch // self.dp
-
-    def ranks_per_node(self, gpu: GPU) -> int:
-        """Context-parallel ranks on a node: they stand beside tensor-parallel ones."""
-        return max(1, min(self.cp, gpu.gpus_per_node // self.tp))
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Of one step; bytes, flops and seconds of the heaviest rank."""
-
-    layout: Layout
-    memory: dict[str, float]
-    flops: dict[str, float]
-    bytes: dict[str, float]
-    seconds: dict[str, float]
-    tokens_per_second: float
-    fits: bool
-
-    @property
-    def step_seconds(self) -> float:
-        return self.seconds["step"]
-
-    @property
-    def memory_total(self) -> float:
-        return sum(self.memory.values())
+from megatron.bdlm.planner.work import Layout, Machine, Prediction, Workload, rank_share
 
 
 # ---- attention -------------------------------------------------------------------------------------
@@ -104,12 +36,6 @@ def attention_area(workload: Workload, window: Optional[int]) -> tuple[float, fl
     earlier = length * window - window * window / 2
     # a noisy row: W - 1 keys before its block, and the block; a clean row: W keys, and the rest of its block
     return earlier - length + length * block, earlier + length * (block - 1) / 2
-
-
-def rank_share(layout: Layout, workload: Workload, noisy: float, clean: float) -> float:
-    """A rank's part of something that views and the clean stream have."""
-    clean_part = clean if layout.strategy == "bp" else clean / layout.cp
-    return workload.views * noisy / layout.cp + clean_part
 
 
 def travelling_rows(layout: Layout, workload: Workload, gpu: GPU, window: Optional[int]) -> Needs:
@@ -142,18 +68,17 @@ def attention_layer(model: Model, kind: AttentionLayers, machine: Machine, workl
     if kind.linear:
         return LayerCost(0, 0, 0, 0, 0)
     gpu, efficiency = machine.gpu, machine.efficiency
-    area = rank_share(layout, workload, *attention_area(workload, kind.window))
+    area = workload.micro_batch * rank_share(layout, workload, *attention_area(workload, kind.window))
     forward = 4 * area * kind.head_size * model.query_heads / layout.tp
     rows = travelling_rows(layout, workload, gpu, kind.window)
-    row = 2 * max(1, kind.key_heads // layout.tp) * kind.head_size
+    row = workload.micro_batch * 2 * max(1, kind.key_heads // layout.tp) * kind.head_size
     rate = gpu.peak_flops * efficiency.attention_forward, gpu.peak_flops * efficiency.attention_backward
     runs = 2 if layout.recompute else 1
     seconds = exposed = moved = between = 0.0
-    for compute, item, times in (
-        (forward / rate[0], ITEM, runs), (2.5 * forward / rate[1], ITEM + workload.gradient_item, 1)
-    ):
+    own = workload.precision.item
+    for compute, item, times in ((forward / rate[0], own, runs), (2.5 * forward / rate[1], own + workload.gradient_item, 1)):
         # in backward what the busiest rank receives most of, it sends least of (gradients go the other way)
-        busiest = rows.most if item == ITEM else (rows.most + rows.mean) / 2
+        busiest = rows.most if item == own else (rows.most + rows.mean) / 2
         inside = (busiest - rows.most_between) * row * item / gpu.node_bandwidth
         across = rows.most_between * row * item / gpu.network_bandwidth
         transfer = max(0.0, inside, across) / efficiency.link
@@ -165,76 +90,16 @@ def attention_layer(model: Model, kind: AttentionLayers, machine: Machine, workl
     return LayerCost(forward * (runs + 2.5), moved, between, seconds, exposed)
 
 
-# ---- memory ----------------------------------------------------------------------------------------
-
-
-def memory(model: Model, workload: Workload, layout: Layout) -> dict[str, float]:
-    """Bytes on the heaviest pipeline stage, by part."""
-    share = layout.tp * layout.pp
-    dense = model.dense_parameters / share + model.vocabulary * model.hidden / layout.tp
-    expert = model.expert_parameters / (share * layout.ep)
-    together = layout.dp * layout.cp
-    rows = rank_share(layout, workload, workload.length, workload.length)
-    layers = -(-model.layers // layout.pp)
-    in_flight = min(layout.pp, layout.micro_batches(workload))
-    widest = max(model.query_heads * kind.head_size for kind in model.kinds)
-    keys = max(kind.key_heads * kind.head_size for kind in model.kinds)
-    chosen = model.experts_per_token * (model.hidden + 3 * model.expert_ffn)  # a row's copy for each expert, and what that makes of it
-    working = ITEM * (4 * model.hidden + 2 * widest + 2 * keys + 3 * model.ffn + chosen)
-    kept = ITEM * model.hidden if layout.recompute else working
-    activations = rows * (layers * in_flight * kept + (working if layout.recompute else 0)) / layout.tp
-    return {
-        "parameters": ITEM * (dense + expert), "gradients": 4 * (dense + expert),
-        "optimizer": 12 * (dense / together + expert / max(1, together / layout.ep)),
-        "activations": activations, "attention buffers": attention_buffers(model, workload, layout, rows),
-        # float32 logits of one chunk of scored rows, and their gradient
-        "output layer": 2 * 4 * min(4096, rows) * model.vocabulary / layout.tp,
-    }
-
-
-def attention_buffers(model: Model, workload: Workload, layout: Layout, rows: float) -> float:
-    """Of the widest kind of layer; the output is counted here and in the activations, once too often."""
-    kinds = [kind for kind in model.kinds if not kind.linear]
-    widest = max(model.query_heads * kind.head_size for kind in kinds)
-    keys = max(kind.key_heads * kind.head_size for kind in kinds)
-    streams = 1 if layout.bp == layout.cp else workload.views + 1
-    shared = 0.0 if layout.cp == 1 or layout.strategy == "bp" else streams * workload.length / layout.cp
-    return layer_buffers(rows, shared, layout.cp, layout.transport, widest, keys) / layout.tp
-
-
-def layer_buffers(
-    rows: float, shared: float, ranks: int, transport: str, query_width: int, key_width: int, item: int = ITEM
-) -> float:
-    """Peak of one layer's forward and backward beyond its inputs, in bytes; it falls into backward.
-
-    Args:
-        rows: local rows; shared: those that travel; query_width, key_width: heads times head size.
-
-    A query-side row has the output, copies of q, dout and out folded by head groups, a kernel's dq, and the float32 sum of dq;
-    a key-side row a kernel's dk and dv and their float32 sums; a travelling row K and V as sent and in the pieces under way,
-    each with a float32 gradient: the current and the next piece; under hierarchical two landings and the piece handed on;
-    under allgather every rank's, and at the end the reduction's own copy of all gradients, when kernels are done.
-    """
-    query_side, key_side = rows * query_width, rows * 2 * key_width
-    travelling = shared * 2 * key_width
-    pieces = {"allgather": ranks, "hierarchical": 3}.get(transport, 2)
-    during = query_side * (5 * item + 4) + (key_side + travelling * (1 + pieces)) * (item + 4)
-    if transport != "allgather":
-        return during
-    at_end = query_side * (4 * item + 4) + key_side * 4 + travelling * (ranks * (item + 4 + 4) + item + 4 + 4)
-    return max(during, at_end)
-
-
 # ---- a step ----------------------------------------------------------------------------------------
 
 
 def predict(model: Model, machine: Machine, workload: Workload, layout: Layout) -> Prediction:
     """Everything about one step under a legal layout."""
     gpu, efficiency = machine.gpu, machine.efficiency
-    rows = rank_share(layout, workload, workload.length, workload.length)
+    rows = workload.micro_batch * rank_share(layout, workload, workload.length, workload.length)
     runs = 4 if layout.recompute else 3
     linear = 2 * model.parameters_per_row * rows * runs / (layout.tp * layout.pp)
-    scored = workload.scored_share * workload.views * workload.length / layout.cp
+    scored = workload.micro_batch * workload.scored_share * workload.views * workload.length / layout.cp
     head = 3 * 2 * model.hidden * model.vocabulary * scored / layout.tp
     layers = [(kind.count / layout.pp, attention_layer(model, kind, machine, workload, layout)) for kind in model.kinds]
     attention = {name: sum(count * getattr(cost, name) for count, cost in layers) for name in LayerCost.__annotations__}
@@ -269,7 +134,7 @@ def predict(model: Model, machine: Machine, workload: Workload, layout: Layout) 
 def _other_bytes(model: Model, workload: Workload, layout: Layout, rows: float) -> dict[str, float]:
     """Bytes a rank sends beside attention: of one micro-batch, and for gradients of a step."""
     layers = model.layers / layout.pp
-    hidden = rows * model.hidden * ITEM
+    hidden = rows * model.hidden * workload.precision.item
     # sequence parallel: a gather and a scatter a linear pair and direction, one gather more in backward; experts' rows
     # come to their owner, one copy an expert, and are gathered there, for each expert is split over the same tp ranks
     pairs = 1 if model.ffn == 0 else 2
@@ -282,5 +147,5 @@ def _other_bytes(model: Model, workload: Workload, layout: Layout, rows: float) 
     return {
         "tensor parallel": tensor, "experts": experts,
         "pipeline": 2 * hidden / layout.tp if layout.pp > 1 else 0.0,
-        "gradients and parameters": own * (4 + ITEM),
+        "gradients and parameters": own * (workload.precision.gradient + workload.precision.item),
     }

@@ -35,6 +35,7 @@ class Model:
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
+    gated: bool = True  # the MLP has an up and a gate projection
     source: str = field(default="", compare=False)
 
     @property
@@ -46,14 +47,19 @@ class Model:
         return self.hidden * kind.head_size * (2 * self.query_heads + 2 * kind.key_heads)
 
     @property
+    def matrices(self) -> int:
+        """Of an MLP."""
+        return 3 if self.gated else 2
+
+    @property
     def dense_parameters(self) -> int:
         """Of all layers, without experts and embeddings."""
         attention = sum(kind.count * self.attention_parameters(kind) for kind in self.kinds)
-        return attention + self.layers * (3 * self.hidden * self.ffn + self.hidden * self.experts + 2 * self.hidden)
+        return attention + self.layers * (self.matrices * self.hidden * self.ffn + self.hidden * self.experts + 2 * self.hidden)
 
     @property
     def expert_parameters(self) -> int:
-        return self.layers * self.experts * 3 * self.hidden * self.expert_ffn
+        return self.layers * self.experts * self.matrices * self.hidden * self.expert_ffn
 
     @property
     def embedding_parameters(self) -> int:
@@ -66,7 +72,7 @@ class Model:
     @property
     def parameters_per_row(self) -> int:
         """That one row is multiplied with, without embedding and head."""
-        active = self.layers * self.experts_per_token * 3 * self.hidden * self.expert_ffn
+        active = self.layers * self.experts_per_token * self.matrices * self.hidden * self.expert_ffn
         return self.dense_parameters + active
 
     @property
@@ -139,12 +145,14 @@ def from_flags(flags: Sequence[str]) -> Model:
     hidden, heads = number("--hidden-size"), number("--num-attention-heads")
     key_heads = number("--num-query-groups", heads) if "--group-query-attention" in given else heads
     experts = number("--num-experts", 0)
-    ffn = number("--ffn-hidden-size", 4 * hidden)
+    gated = "--swiglu" in given
+    ffn = number("--ffn-hidden-size", int(4 * hidden * 2 / 3 / 64) * 64 if gated else 4 * hidden)
     kind = AttentionLayers(number("--num-layers"), key_heads, number("--kv-channels", hidden // heads))
     return Model(
-        "flags", hidden, heads, (kind,), 0 if experts else ffn, number("--vocab-size", 152064),
+        "flags", hidden, heads, (kind,), 0 if experts else ffn, number("--padded-vocab-size", number("--vocab-size", 152064)),
         "--untie-embeddings-and-output-weights" not in given, experts,
         number("--moe-router-topk", 2) if experts else 0, number("--moe-ffn-hidden-size", ffn) if experts else 0,
+        gated,
     )
 
 

@@ -10,9 +10,10 @@ something else, above all from how well kernels like the shapes each side gives 
 from dataclasses import dataclass
 from typing import Optional
 
-from megatron.bdlm.planner.costs import Layout, Machine, Workload, predict
+from megatron.bdlm.planner.costs import predict
 from megatron.bdlm.planner.hardware import GPUS
 from megatron.bdlm.planner.models import KNOWN
+from megatron.bdlm.planner.work import Layout, Machine, Workload
 
 GIB = 2**30
 

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.bdlm.parallel.plan import SequencePlan
-from megatron.bdlm.planner.costs import Layout, Machine, Prediction, Workload, predict
+from megatron.bdlm.planner.costs import predict
 from megatron.bdlm.planner.models import Model, PlannerError
+from megatron.bdlm.planner.work import Layout, Machine, Prediction, Workload
 
 EXACT_PLAN_RANKS = 64  # a layout's exact balance is computed up to this size
 

@@ -10,10 +10,13 @@ import functools
 import io
 import math
 import sys
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, Optional
 
 from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import parse_and_validate_args, parse_args, validate_args
+from megatron.training.checkpointing import load_args_from_checkpoint
+from megatron.training.global_vars import set_global_variables
 
 from megatron.bdlm.attention.kernels import NAMES as KERNEL_NAMES
 from megatron.bdlm.config import BDLMConfig, BDLMConfigError, config_from_args, recipe_values
@@ -41,13 +44,31 @@ MOST_TOKENS = 2**31 - 1
 """Of one global batch: the engine adds up what a loss is divided by in an int32."""
 
 
+@dataclass
+class DryRunOptions:
+    """What would this run do? Answered on one process, without GPUs; nothing is trained."""
+
+    dry_run: bool = False
+    """Check the options, plan every rank, predict memory, bytes and time, print them and exit; exit code 1 for a run that would not start."""
+
+    dry_run_world_size: Optional[int] = None
+    """Number of processes of the run that --dry-run asks about; default: WORLD_SIZE, else 1."""
+
+    dry_run_gpu: Literal["a100", "h100", "h200", "b200"] = "h200"
+    """Kind of GPU that --dry-run predicts for; LOCAL_WORLD_SIZE says how many a node has (default: its usual node)."""
+
+    dry_run_json: Optional[str] = None
+    """File to which --dry-run also writes its report."""
+
+
 def add_bdlm_arguments(parser: argparse.ArgumentParser, group: type | None = None) -> argparse.ArgumentParser:
     """Add the `bdlm` group, that of an entry script, and our defaults of engine flags; for `extra_args_provider`."""
     ArgumentGroupFactory(BDLMConfig).build_group(parser, "bdlm")
+    ArgumentGroupFactory(DryRunOptions).build_group(parser, "dry run")
     if group is not None:
         ArgumentGroupFactory(group).build_group(parser, group.__name__)
     parser.set_defaults(**ENGINE_DEFAULTS)
-    if cpu.is_active():
+    if cpu.is_active() and "--dry-run" not in sys.argv:  # which asks about a machine with GPUs
         parser.set_defaults(**cpu.CPU_DEFAULTS)
     # values of the checkpoint and of a recipe become defaults, so that every flag given beside them wins
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -81,7 +102,8 @@ def parse_arguments(group: type | None = None) -> tuple[Any, BDLMConfig]:
     provider = functools.partial(add_bdlm_arguments, group=group)
     given = parse_args(provider, ignore_unknown_args=True)
     _check_before_engine(given)
-    args = parse_and_validate_args(extra_args_provider=provider)
+    _check_world(given)
+    args = _without_writers(provider) if given.dry_run else parse_and_validate_args(extra_args_provider=provider)
     config = config_from_args(args)
     check_combination(args, config)
     _refuse(
@@ -109,6 +131,18 @@ def parse_arguments(group: type | None = None) -> tuple[Any, BDLMConfig]:
     # rows per rank depend on the sample's documents and targets; the interleaved schedule honours only this
     args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
     return args, config
+
+
+def _without_writers(provider: Any) -> argparse.Namespace:
+    """The engine's `parse_and_validate_args` for a process that writes no log: no TensorBoard folder, no W&B run."""
+    args = parse_args(provider)
+    if args.use_checkpoint_args:
+        load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+        load_args_from_checkpoint(args)
+    validate_args(args)
+    args.tensorboard_dir, args.wandb_project, args.enable_one_logger = None, "", False
+    set_global_variables(args)
+    return args
 
 
 def arguments_of(flags: list[str]) -> argparse.Namespace:
@@ -198,7 +232,7 @@ def check_combination(args: Any, config: BDLMConfig) -> None:
     )
     if args.num_experts is not None:
         _check_experts(args)
-    if cpu.is_active():
+    if cpu.is_active() and not args.dry_run:  # a dry run asks about another machine
         sharded = args.use_torch_fsdp2 or args.use_megatron_fsdp
         _refuse(bool(sharded), "--use-torch-fsdp2/--use-megatron-fsdp", True, "sharded data parallelism needs CUDA", "--use-distributed-optimizer")
         _refuse(
@@ -227,7 +261,7 @@ def _check_experts(args: Any) -> None:
         "experts need --sequence-parallel beside it, or ranks would route the same rows", "1, or with --sequence-parallel",
     )
     _refuse(
-        cpu.is_active() and args.moe_grouped_gemm, "--moe-grouped-gemm", True, "its kernels need CUDA", "unset",
+        cpu.is_active() and not args.dry_run and args.moe_grouped_gemm, "--moe-grouped-gemm", True, "its kernels need CUDA", "unset",
     )
 
 
@@ -297,3 +331,20 @@ def _check_block_size(size: int, length: int, ranks: int, config: BDLMConfig) ->
             f"--bdlm-block-size {size}: --seq-length {length} has {blocks} blocks for {ranks} block-parallel ranks; "
             f"every rank needs one. A legal value: --bdlm-block-size {length // ranks}, or a --block-parallel-size of at most {blocks}"
         )
+
+
+def _check_world(args: Any) -> None:
+    """The number of processes against the parallel sizes, and what is data parallel against the batch."""
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    _refuse(
+        args.world_size % model != 0, "WORLD_SIZE" if args.dry_run_world_size is None else "--dry-run-world-size", args.world_size,
+        f"tensor-, pipeline- and context-parallel sizes {args.tensor_model_parallel_size} x {args.pipeline_model_parallel_size} x {args.context_parallel_size} "
+        f"= {model} must divide the number of processes", str(math.ceil(args.world_size / model) * model),
+    )
+    part = (args.micro_batch_size or 1) * (args.world_size // model)
+    batch = args.global_batch_size or part
+    _refuse(
+        batch % part != 0 and not args.decrease_batch_size_if_needed, "--global-batch-size", batch,
+        f"--micro-batch-size {args.micro_batch_size} x {args.world_size // model} data-parallel ranks = {part} must divide it",
+        str(math.ceil(batch / part) * part),
+    )

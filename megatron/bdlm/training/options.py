@@ -70,6 +70,23 @@ def write_options(args: Any, folder: Optional[str]) -> None:
     os.replace(temporary, path)
 
 
+def check_start(args: Any, config: BDLMConfig) -> list[str]:
+    """Check the options against the checkpoint that the run starts from.
+
+    Returns:
+        lines about options of the model that differ.
+
+    Raises:
+        BDLMConfigError: options that contradict the checkpoint.
+    """
+    source = starting_folder(args.load, args.pretrained_checkpoint)
+    saved = checkpoint_arguments(source)
+    if saved is None:
+        return []
+    check_against_checkpoint(config, saved, source, resuming=source == args.load and not args.finetune)
+    return check_engine_options(args, saved, source)
+
+
 def starting_folder(load: Optional[str], pretrained: Optional[str]) -> Optional[str]:
     """The folder that a run starts from: --load where it holds a checkpoint, else --pretrained-checkpoint."""
     from megatron.bdlm.checkpoint.tracker import newest_checkpoint

@@ -5,6 +5,7 @@ contradict the checkpoint, prints and writes the resolved options, and builds th
 configuration container. `finish` closes the process group.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -12,20 +13,13 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 
 from megatron.bdlm.checkpoint.tracker import repair_tracker
 from megatron.bdlm.model.builder import BlockDiffusionModelConfig
-from megatron.bdlm.training import hooks, step
+from megatron.bdlm.training import dry_run, hooks, step
 from megatron.bdlm.training.arguments import parse_arguments
-from megatron.bdlm.training.options import (
-    check_against_checkpoint,
-    check_engine_options,
-    checkpoint_arguments,
-    print_options,
-    starting_folder,
-    write_options,
-)
+from megatron.bdlm.training.options import check_start, print_options, write_options
 
 
 def prepare(group: type | None = None) -> Any:
-    """Everything up to the engine's `pretrain`; returns its configuration container.
+    """Everything up to the engine's `pretrain`; returns its configuration container. A dry run ends the process here.
 
     Args:
         group: a further dataclass whose fields are flags of the entry script.
@@ -33,18 +27,16 @@ def prepare(group: type | None = None) -> Any:
     Raises:
         BDLMConfigError: options that cannot run, or that contradict the checkpoint to load.
     """
+    if dry_run.asked(sys.argv):
+        raise SystemExit(dry_run.main(group))
     args, config = parse_arguments(group)
     if args.rank == 0:
         repaired = repair_tracker(args.load)
         if repaired:
             print(f"> {repaired}", flush=True)
-    source = starting_folder(args.load, args.pretrained_checkpoint)
-    saved = checkpoint_arguments(source)
-    if saved is not None:
-        check_against_checkpoint(config, saved, source, resuming=source == args.load and not args.finetune)
-        for line in check_engine_options(args, saved, source):
-            if args.rank == 0:
-                print(f"> {line}", flush=True)
+    for line in check_start(args, config):
+        if args.rank == 0:
+            print(f"> {line}", flush=True)
     if args.rank == 0:
         print_options(config)
         write_options(args, args.save)
