@@ -1,12 +1,18 @@
 """The validation objective, and the denominators of two losses."""
 
+from types import SimpleNamespace
+
 from megatron.bdlm.platform import cpu
 
 cpu.enable()
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
 
 from megatron.bdlm.config import RECIPES, BDLMConfig  # noqa: E402
+from megatron.bdlm.model.router import router_loss_scale  # noqa: E402
+from megatron.bdlm.parallel.plan import SequencePlan  # noqa: E402
+from megatron.bdlm.training import step  # noqa: E402
 from megatron.bdlm.training.step import training_config, validation_config  # noqa: E402
 
 
@@ -35,13 +41,6 @@ def test_block_size_of_an_iteration():
 
 def test_router_losses_are_divided_by_what_the_global_batch_counts(monkeypatch):
     """Fault B8: three micro-batches of 8, 5 and 0 supervised tokens, a second data-parallel rank with as many: N = 26 over 6 parts."""
-    from types import SimpleNamespace
-
-    import torch
-
-    from megatron.bdlm.model.router import router_loss_scale
-    from megatron.bdlm.training import step
-
     monkeypatch.setattr(step, "get_num_microbatches", lambda: 3)
     monkeypatch.setattr(step.parallel_state, "get_data_parallel_world_size", lambda: 2)
     monkeypatch.setattr(step.parallel_state, "get_data_parallel_group", lambda: None)
@@ -63,15 +62,10 @@ def test_router_losses_are_divided_by_what_the_global_batch_counts(monkeypatch):
 
 @pytest.mark.parametrize("coefficient, counted, skips", [(0.0, "clean", True), (0.01, "clean", False), (0.01, "all", False), (0.01, "noisy", True)])
 def test_the_last_layer_is_whole_where_its_router_counts_clean_rows(coefficient, counted, skips):
-    from types import SimpleNamespace
-
-    from megatron.bdlm.parallel.plan import SequencePlan
-    from megatron.bdlm.training.step import _final_rows
-
     model = SimpleNamespace(
         num_moe_experts=4, moe_z_loss_coeff=None, moe_aux_loss_coeff=coefficient, moe_router_enable_expert_bias=False,
         attention_output_gate=False, sequence_parallel=False,
     )
     plan, config = SequencePlan.build(16, 4), BDLMConfig(bdlm_router_rows=counted)
-    assert _final_rows(plan, config, model, training=True) == (16 if skips else None)
-    assert _final_rows(plan, config, model, training=False) == 16, "validation has no router losses"
+    assert step._final_rows(plan, config, model, training=True) == (16 if skips else None)
+    assert step._final_rows(plan, config, model, training=False) == 16, "validation has no router losses"

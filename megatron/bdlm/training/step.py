@@ -212,8 +212,7 @@ def row_classes(plan: SequencePlan, samples: list[ArraySample], counted: str) ->
     Args:
         counted: "clean", "noisy" or "all".
     """
-    text = torch.stack([torch.from_numpy(sample["documents"] >= 0) if "documents" in sample
-                        else torch.ones(len(sample["tokens"]), dtype=torch.bool) for sample in samples])
+    text = torch.from_numpy(np.stack([sample.get("documents", sample["tokens"]) >= 0 for sample in samples]))  # [b, L]; ids are not negative
     real = (plan.rows >= 0) & text[:, plan.rows.clamp(min=0) % plan.seq_length]
     clean, noisy = real & plan.scored_clean, real & (plan.view >= 0)
     return torch.stack([{"clean": clean, "noisy": noisy, "all": clean | noisy}[counted], clean, noisy], dim=-1)
