@@ -14,9 +14,10 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noq
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from megatron.bdlm.config import BDLMConfig  # noqa: E402
+from megatron.bdlm.model import layer_spec  # noqa: E402
 from megatron.bdlm.model.builder import BlockDiffusionModelBuilder, BlockDiffusionModelConfig  # noqa: E402
 from megatron.bdlm.model.experts import ExpertLayer, expert_layers, local_row_classes  # noqa: E402
-from megatron.bdlm.model.layer_spec import block_diffusion_layer_spec  # noqa: E402
+from megatron.bdlm.model.router import BlockDiffusionRouter  # noqa: E402
 from megatron.bdlm.testing.distributed import run_distributed  # noqa: E402
 
 
@@ -75,10 +76,15 @@ def test_fresh_weights_do_not_depend_on_expert_parallelism():
 def test_layers_with_experts(frequency, expected):
     config = _model(1, frequency)
     assert expert_layers(config.transformer) == [bool(kind) for kind in expected]
-    layers = block_diffusion_layer_spec(config).layer_specs
-    assert [layer.module is ExpertLayer for layer in layers] == [bool(kind) for kind in expected]
-    names = [layer.submodules.sharded_state_dict_keys_map for layer in layers]
-    assert [("pre_mlp_layernorm." in keys) for keys in names] == [not kind for kind in expected]
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_the_spec_of_a_layer(experts):
+    """With experts: our layer and router, and a norm before the MLP under its own name in checkpoints, as in other specs."""
+    layer, _ = layer_spec._layer_spec(_model(1).transformer, experts)
+    assert (layer.module is ExpertLayer) is experts
+    assert ("pre_mlp_layernorm." in layer.submodules.sharded_state_dict_keys_map) is not experts
+    assert not experts or layer.submodules.mlp.keywords["submodules"].router is BlockDiffusionRouter
 
 
 def test_a_list_of_layers_of_another_length_is_refused():

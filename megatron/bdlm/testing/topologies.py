@@ -164,7 +164,7 @@ def agreement(run: Run, reference: Run) -> Agreement:
         KeyError: a step or a metric is missing in `run`.
     """
     def largest(name: str) -> float:
-        return max(abs(run.scalars[name][step] - value) / abs(value) for step, value in reference.scalars[name].items())
+        return max(abs(run.scalars[name][step] - value) / (abs(value) or 1.0) for step, value in reference.scalars[name].items())
 
     losses = [name for name in ("lm loss", *ROUTER_LOSSES) if name in reference.scalars]
     return Agreement(len(reference.scalars["lm loss"]), max(map(largest, losses)), largest("grad-norm"))
