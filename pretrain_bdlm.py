@@ -35,7 +35,7 @@ def loss_func(batch: step.Batch, nll: torch.Tensor):
 def forward_step(data_iterator, model):
     """One micro-batch through this pipeline stage."""
     batch = get_batch(data_iterator, model)
-    output = model(batch.input_ids, batch.position_ids, packed_seq_params=batch.params, scored_rows=batch.rows)
+    output = model(batch.input_ids, batch.position_ids, **batch.model_inputs)
     return output, partial(loss_func, batch)
 
 

@@ -27,6 +27,7 @@ FLAGS = """
 --bdlm-noise-eps --bdlm-noise-level-per --bdlm-noise-draw --bdlm-t-min --bdlm-t-max --bdlm-force-one-corrupted
 --bdlm-noise-seed --bdlm-loss-weight --bdlm-loss-denominator --bdlm-label-shift --bdlm-diffusion-loss-weight
 --bdlm-clean-loss-weight --bdlm-cross-entropy-chunk --block-parallel-size --bdlm-strategy --bdlm-transport
+--bdlm-diffusion-gemma --bdlm-self-conditioning --bdlm-freeze-router --bdlm-clean-loss-tokens
 --bdlm-ranks-per-node --bp-grad-dtype --bdlm-attention-kernel --bdlm-diagonal-kernel --bdlm-noisy-rows --bdlm-full-last-layer
 --bdlm-router-rows
 """.split()
@@ -52,7 +53,7 @@ def test_flags_reference_is_current():
 
 
 def test_recipes():
-    assert {"bd3lm", "sdar", "fast-dllm-v2", "llada2-sft", "nemotron-joint", "i-dlm"} <= set(RECIPES)
+    assert {"bd3lm", "sdar", "fast-dllm-v2", "llada2-sft", "nemotron-joint", "i-dlm", "diffusion-gemma"} <= set(RECIPES)
     for name, values in RECIPES.items():
         BDLMConfig(**{**values, "bdlm_recipe": name}).validate()
 

@@ -27,8 +27,9 @@ ON_CPU = cpu.enable()  # before the engine is imported; nothing where CUDA is av
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from megatron.bdlm.checkpoint import autoregressive, comparison, folders, huggingface  # noqa: E402
+from megatron.bdlm.checkpoint import autoregressive, comparison, diffusion_gemma_files, folders, huggingface  # noqa: E402
 from megatron.bdlm.checkpoint.layout import ConversionError  # noqa: E402
+from megatron.bdlm.checkpoint.safetensors_folder import SafetensorsFolder  # noqa: E402
 from megatron.bdlm.checkpoint.torch_dist import CheckpointFolder  # noqa: E402
 from megatron.bdlm.checkpoint.tracker import is_complete, newest_checkpoint  # noqa: E402
 from megatron.bdlm.config import BDLMConfigError  # noqa: E402
@@ -124,6 +125,12 @@ def checkpoint_of(folder: Path) -> Path:
 
 def import_model(args: argparse.Namespace) -> int:
     folders.check_target(args.save, args.overwrite)
+    if diffusion_gemma_files.is_folder(args.source):
+        names = diffusion_gemma_files.import_model(
+            args.source, args.save, arguments.arguments_of, DTYPES.get(args.dtype), args.overwrite, bar("import")
+        )
+        print(f"diffusion_gemma, {len(names)} tensors -> {args.save}; those of the vision tower are kept beside the tokenizer")
+        return 0
     source = huggingface.open_source(args.source)
     huggingface.import_model(
         source, args.save, arguments.arguments_of, DTYPES.get(args.dtype), args.overwrite, bar("import")
@@ -144,7 +151,8 @@ def to_bdlm(args: argparse.Namespace) -> int:
 
 def export_model(args: argparse.Namespace) -> int:
     checkpoint = CheckpointFolder(checkpoint_of(args.load))
-    config = huggingface.export_model(
+    family = diffusion_gemma_files if diffusion_gemma_files.is_checkpoint(checkpoint) else huggingface
+    config = family.export_model(
         checkpoint,
         args.save,
         args.tokenizer,
@@ -162,6 +170,8 @@ def export_model(args: argparse.Namespace) -> int:
 
 def roundtrip(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="bdlm-roundtrip-", dir=args.work) as work:
+        if diffusion_gemma_files.is_folder(args.source):
+            return roundtrip_diffusion_gemma(args.source, Path(work))
         source = huggingface.open_source(args.source)
         imported, exported = Path(work) / "megatron", Path(work) / "huggingface"
         read = huggingface.import_model(source, imported, arguments.arguments_of, progress=bar("import"))
@@ -171,6 +181,16 @@ def roundtrip(args: argparse.Namespace) -> int:
     left_out = [name for name in source.tensors.tensors if name not in read]
     if left_out:
         print(f"{len(left_out)} not part of the model, left out at import: {', '.join(left_out)}")
+    return 0 if result.identical else 1
+
+
+def roundtrip_diffusion_gemma(source: Path, work: Path) -> int:
+    """The same for DiffusionGemma, whose every tensor comes back."""
+    diffusion_gemma_files.import_model(source, work / "megatron", arguments.arguments_of, progress=bar("import"))
+    checkpoint = CheckpointFolder(checkpoint_of(work / "megatron"))
+    diffusion_gemma_files.export_model(checkpoint, work / "huggingface", progress=bar("export"))
+    result = comparison.compare_tensors(SafetensorsFolder(source), SafetensorsFolder(work / "huggingface"))
+    print(result.text())
     return 0 if result.identical else 1
 
 

@@ -30,6 +30,7 @@ from megatron.bdlm.config import BDLMConfigError  # noqa: E402
 from megatron.bdlm.data.documents import DataError  # noqa: E402
 from megatron.bdlm.data.tokenizers import TokenizerSource, end_of_document_id, load_tokenizer  # noqa: E402
 from megatron.bdlm.generation import loading  # noqa: E402
+from megatron.bdlm.generation.diffusion_gemma import CanvasOptions, sample_canvases  # noqa: E402
 from megatron.bdlm.generation.policy import SamplingOptions  # noqa: E402
 from megatron.bdlm.generation.rows import BlockRules  # noqa: E402
 from megatron.bdlm.generation.sampler import Model, SamplingStatistics, sample  # noqa: E402
@@ -121,6 +122,34 @@ def from_huggingface(args: argparse.Namespace, device: torch.device) -> Source:
     )
 
 
+def print_canvases(args: argparse.Namespace, texts: list[str], device: torch.device) -> None:
+    """Sample from a DiffusionGemma checkpoint, prompt by prompt (docs/diffusion_gemma.md), and print it."""
+    checkpoint = loading.find_checkpoint(args.load)
+    saved = loading.saved_arguments(checkpoint)
+    for flag, value, default in (("--threshold", args.threshold, None), ("--tokens-per-step", args.tokens_per_step, None), ("--top-p", args.top_p, 1.0), ("--temperature", args.temperature, 0.0)):
+        if value != default:
+            raise loading.LoadError(f"{flag} {value}: canvases are sampled by generation_config.json. A legal value: {default or 'leave it out'}")
+    tokenizer = load_tokenizer(
+        TokenizerSource(saved.tokenizer_type, args.tokenizer_model or saved.tokenizer_model, saved.vocab_file, saved.merge_file, saved.vocab_size)
+    )
+    folder = Path(args.tokenizer_model or saved.tokenizer_model)
+    options = CanvasOptions.of_folder(
+        folder if folder.is_dir() else None, max_new_tokens=args.max_new_tokens, max_denoising_steps=args.steps,
+        eos_token_ids=() if args.ignore_eos else None,
+    )
+    model = loading.load_model(checkpoint, saved, args.tensor_model_parallel_size, device).model
+    torch.manual_seed(args.seed)
+    first = torch.distributed.get_rank() == 0
+    for number, text in enumerate(texts):
+        prompt = list(map(int, tokenizer.tokenize(text)))
+        result = sample_canvases(model, [prompt], saved.bdlm_block_size, options, device)
+        if first:
+            print(f"--- prompt {number}: {len(prompt)} tokens, {int(result.new_tokens)} new, {float(result.tokens_per_forward):.2f} tokens per forward")
+            print(tokenizer.detokenize(result.sequences[0].tolist()))
+    if first:
+        print("---")
+
+
 def main() -> int:
     args = parse_arguments()
     cpu.adapt_engine(ON_CPU)
@@ -131,6 +160,10 @@ def main() -> int:
         )
     texts = [*args.prompt, *(path.read_text(encoding="utf-8") for path in args.prompt_file)]
     device = loading.initialize_processes(args.tensor_model_parallel_size, args.seed)
+    if args.load and loading.saved_arguments(loading.find_checkpoint(args.load)).bdlm_diffusion_gemma is not None:
+        print_canvases(args, texts, device)
+        torch.distributed.destroy_process_group()
+        return 0
     source = from_huggingface(args, device) if args.hf else from_checkpoint(args, device)
     ends = source.end_token_id is not None and not args.ignore_eos
     options = SamplingOptions(

@@ -15,6 +15,7 @@ import json
 import sys
 from pathlib import Path
 
+from megatron.bdlm.planner import window_traffic
 from megatron.bdlm.planner.hardware import GPUS, Efficiency
 from megatron.bdlm.planner.models import KNOWN, Model, PlannerError, from_config, from_flags
 from megatron.bdlm.planner.published import compare
@@ -140,6 +141,10 @@ def print_published() -> None:
         else:
             text, predicted = f"{published.speedup:.2f}x", [f"{value:.2f}x" for value in row.predicted]
         print(f"{published.model:11} {published.length:8} {text:>18} {predicted[0]:>15} {predicted[1]:>13}  {row.explained}")
+    print("\nAttention traffic of 26b-a4b at 262144 tokens on 8 ranks, GiB a rank and step (25 of 30 layers have a window)")
+    for account in window_traffic.accounts():
+        parts = f"full layers {account.full:.1f}, window layers {account.window:.1f}"
+        print(f"{account.total:7.1f}  {account.name} ({parts})\n         {account.reason}")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -24,6 +24,19 @@ class BDLMConfigError(ValueError):
     """An option or a combination of options that cannot run; the message names flag, value, rule and a legal value."""
 
 
+@dataclass(frozen=True)
+class DiffusionGemmaOptions:
+    """What DiffusionGemma's layers need beside the engine's flags: the keys of `--bdlm-diffusion-gemma`."""
+
+    vocab_size: int  # tokens: what noise draws from and softmax runs over; rows of the embedding behind them are padding
+    full_head_size: int  # of layers without a window; --kv-channels is that of the others
+    full_key_heads: int  # key-value heads of layers without a window
+    full_rotary_base: float = 1e6
+    full_rotary_factor: float = 0.25  # share of the pairs that turn
+    logit_softcap: float = 30.0  # logits are cap * tanh(logits / cap)
+    pad_token_id: int = 0  # its embedding gets no gradient from rows that hold it
+
+
 @dataclass
 class BDLMConfig:
     """Block diffusion language model options."""
@@ -52,6 +65,9 @@ class BDLMConfig:
 
     bdlm_rope_parameters: Optional[str] = None
     """Scaled rotary frequencies as JSON, in the words of a Hugging Face config: {"rope_type": "linear", "llama3" or "yarn", "factor": 8.0, ..}."""
+
+    bdlm_diffusion_gemma: Optional[str] = None
+    """The model is a DiffusionGemma: options of its layers as JSON, {"vocab_size": 262144, "full_head_size": 512, "full_key_heads": 2}; None: an ordinary model."""
 
     # ---- vocabulary ------------------------------------------------------------------------
     bdlm_mask_token_id: Optional[int] = None
@@ -104,8 +120,17 @@ class BDLMConfig:
     bdlm_clean_loss_weight: float = 0.0
     """Factor of a next-token loss on clean rows; needs --bdlm-clean-attention token-causal."""
 
+    bdlm_clean_loss_tokens: Literal["supervised", "all"] = "supervised"
+    """Tokens that clean rows score: supervised ones, or every token of a document behind its first."""
+
     bdlm_cross_entropy_chunk: int = 4096
     """Rows whose logits are held at a time by the chunked linear cross entropy; 0 holds all of them."""
+
+    bdlm_self_conditioning: float = 0.0
+    """Share of samples whose noisy rows also see what a first pass without gradient predicted for them (DiffusionGemma)."""
+
+    bdlm_freeze_router: bool = field(default=False, metadata=SWITCH)
+    """Leave the routers of a mixture of experts as they are."""
 
     # ---- parallelism -----------------------------------------------------------------------
     block_parallel_size: Optional[int] = None
@@ -207,6 +232,12 @@ class BDLMConfig:
             "--bp-grad-dtype", self.bp_grad_dtype, "--bdlm-transport allgather sums gradients on the wire, in float32", "fp32",
         )
         self.rope_parameters()
+        gemma = self.diffusion_gemma()
+        if gemma is not None:
+            self._check_diffusion_gemma()
+        _require(
+            0.0 <= self.bdlm_self_conditioning <= 1.0, "--bdlm-self-conditioning", self.bdlm_self_conditioning, "a share of samples", "0",
+        )
         _require(self.bdlm_cross_entropy_chunk >= 0, "--bdlm-cross-entropy-chunk", self.bdlm_cross_entropy_chunk, "not negative", "4096")
 
     def block_sizes(self) -> list[tuple[int, int]]:
@@ -254,6 +285,40 @@ class BDLMConfig:
         faulty = [name for name in ROPE_PARAMETERS[kind] if not _is_positive(parameters.get(name))]
         _require(not faulty, flag, text, f"rope_type {kind} needs positive numbers for " + ", ".join(faulty), legal)
         return parameters
+
+    def diffusion_gemma(self) -> Optional[DiffusionGemmaOptions]:
+        """Options of DiffusionGemma's layers, None for an ordinary model.
+
+        Raises:
+            BDLMConfigError: no JSON object, an unknown or missing key, or a value that is no positive number.
+        """
+        text, flag = self.bdlm_diffusion_gemma, "--bdlm-diffusion-gemma"
+        if text is None:
+            return None
+        legal = '{"vocab_size": 262144, "full_head_size": 512, "full_key_heads": 2}'
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise BDLMConfigError(f"{flag} {text}: no JSON ({error}). A legal value: {legal}") from None
+        names = [each.name for each in dataclasses.fields(DiffusionGemmaOptions)]
+        needed = names[:3]
+        known = isinstance(values, dict) and set(needed) <= set(values) <= set(names)
+        _require(known, flag, text, f"an object with {', '.join(needed)}; further keys are {', '.join(names[3:])}", legal)
+        faulty = [name for name, value in values.items() if not (_is_positive(value) or (name, value) == ("pad_token_id", 0))]
+        _require(not faulty, flag, text, "positive numbers for " + ", ".join(faulty), legal)
+        return DiffusionGemmaOptions(**values)
+
+    def _check_diffusion_gemma(self) -> None:
+        """Its published training is one objective; the mask is part of the model."""
+        model = "--bdlm-diffusion-gemma"
+        for flag, value, needed in (
+            ("--bdlm-clean-attention", self.bdlm_clean_attention, "token-causal"),
+            ("--bdlm-noisy-attention", self.bdlm_noisy_attention, "bidirectional"),
+            ("--bdlm-corruption", self.bdlm_corruption, "uniform"),
+            ("--bdlm-label-shift", self.bdlm_label_shift, "none"),
+            ("--bdlm-rope-parameters", self.bdlm_rope_parameters, None),
+        ):
+            _require(value == needed, flag, value, f"a model with {model} has another", "leave it out" if needed is None else needed)
 
     def block_size_at(self, iteration: int) -> int:
         """Block size of a training iteration (from 0): a function of the iteration alone, so a resume keeps its place."""
@@ -316,6 +381,11 @@ RECIPES: dict[str, dict[str, Any]] = {
     "i-dlm": dict(
         bdlm_block_size=3, bdlm_clean_attention="token-causal", bdlm_noisy_attention="causal", bdlm_loss_weight="unit",
         bdlm_label_shift="next", bdlm_t_min=1.0, bdlm_t_max=1.0, bdlm_clean_loss_weight=0.2,
+    ),
+    "diffusion-gemma": dict(
+        bdlm_block_size=256, bdlm_clean_attention="token-causal", bdlm_corruption="uniform", bdlm_noise_eps=0.0,
+        bdlm_loss_weight="unit", bdlm_loss_denominator="block-mean", bdlm_clean_loss_weight=1.0, bdlm_clean_loss_tokens="all", bdlm_keep_mask_logit=True,
+        bdlm_self_conditioning=0.5, bdlm_freeze_router=True,
     ),
 }
 """Published recipes as values of `BDLMConfig`; sources and formulas: docs/objectives.md."""

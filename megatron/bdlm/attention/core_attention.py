@@ -49,6 +49,7 @@ class BlockDiffusionParams(PackedSeqParams):
 
     plan: Optional[SequencePlan] = None
     position_ids: Optional[torch.Tensor] = None  # int64 [s], rotary position of each local row
+    is_clean: Optional[torch.Tensor] = None  # bool [s], rows of the clean stream
     group: Optional[torch.distributed.ProcessGroup] = None  # context-parallel group
     options: AttentionOptions = AttentionOptions()
     final_rows: Optional[int] = None  # rows that the last layer computes (the first ones: noisy); None for all
@@ -66,7 +67,7 @@ class BlockDiffusionParams(PackedSeqParams):
         """Parameters of the rows of `plan` on this rank."""
         return cls(
             qkv_format="sbhd", max_seqlen_q=plan.seq_length, max_seqlen_kv=plan.seq_length, plan=plan,
-            position_ids=plan.position_ids.to(device), group=group, options=options, final_rows=final_rows,
+            position_ids=plan.position_ids.to(device), is_clean=plan.is_clean.to(device), group=group, options=options, final_rows=final_rows,
         )
 
     def attend(

@@ -192,7 +192,7 @@ def import_model(
     types = {dtype} if dtype else {info.dtype for info in source.tensors.tensors.values()}
     model_dtype = next(iter(types)) if len(types) == 1 else source.tensors.tensors["model.embed_tokens.weight"].dtype
     tokenizer = Path(save).resolve() / "tokenizer"
-    args = arguments_of([*flags_of(config, architecture), *_run_flags(model_dtype, tokenizer)])
+    args = arguments_of([*flags_of(config, architecture), *run_flags(model_dtype, tokenizer)])
     args.rotary_base = rotary_base(config)
     args.padded_vocab_size = padded(config.vocab_size)
     args.bdlm_candidate_tokens = args.bdlm_tokenizer_vocab_size = config.vocab_size
@@ -216,7 +216,7 @@ def import_model(
     return list(wanted)
 
 
-def _run_flags(dtype: torch.dtype, tokenizer: Path) -> list[str]:
+def run_flags(dtype: torch.dtype, tokenizer: Path) -> list[str]:
     precision = {torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}.get(dtype, [])
     return [
         *precision,
@@ -324,7 +324,7 @@ def export_model(
         ConversionError: tensors missing, unknown or of another shape; no architecture fits; `save` is taken.
     """
     args = checkpoint.common_state()["args"]
-    tokenizer = tokenizer or _tokenizer_of(args)
+    tokenizer = tokenizer or tokenizer_of(args)
     base = None
     if tokenizer is not None and (tokenizer / "config.json").is_file():
         base = json.loads((tokenizer / "config.json").read_text())
@@ -332,7 +332,7 @@ def export_model(
     tied = not args.untie_embeddings_and_output_weights
     stored_rows = _tensor(checkpoint, "embedding.word_embeddings.weight").shape[0]
     sizes = sizes_of(args, _exported_rows(args, base, stored_rows), stored_rows)
-    check_tensors(_model_tensors(checkpoint), _checkpoint_tensors(architecture, sizes, tied), str(checkpoint.folder))
+    check_tensors(model_tensors(checkpoint), _checkpoint_tensors(architecture, sizes, tied), str(checkpoint.folder))
 
     embedding_dtype = dtype or checkpoint.tensors["embedding.word_embeddings.weight"].dtype
     config = config_of(args, architecture, sizes, embedding_dtype, base)
@@ -362,7 +362,7 @@ def export_model(
     return config
 
 
-def _tokenizer_of(args: Any) -> Optional[Path]:
+def tokenizer_of(args: Any) -> Optional[Path]:
     """The tokenizer folder that a checkpoint names, if it is there."""
     named = getattr(args, "tokenizer_model", None)
     return Path(named) if named and Path(named).is_dir() else None
@@ -375,7 +375,7 @@ def _exported_rows(args: Any, base: Optional[Mapping[str, Any]], stored: int) ->
     return min(rows, stored)
 
 
-def _model_tensors(checkpoint: CheckpointFolder) -> dict[str, TensorInfo]:
+def model_tensors(checkpoint: CheckpointFolder) -> dict[str, TensorInfo]:
     """Tensors of the model, without those of the optimizer."""
     return {name: info for name, info in checkpoint.tensors.items() if not name.startswith("optimizer.")}
 

@@ -7,6 +7,7 @@ moved, never computed.
     qkv       q [n*d, ..], k [g*d, ..], v [g*d, ..] -> [g * (n/g + 2) * d, ..]: for each key-value head its query
               heads, then its key, then its value; weights and biases alike.
               n = 4, g = 2, d = 1: q0 q1 k0 v0 q2 q3 k1 v1
+    qk        q and k alone, grouped alike: q0 q1 k0 q2 q3 k1 (a model whose values are its keys)
     gate_up   gate [f, h], up [f, h] -> [2*f, h]
     experts   parts of e experts, each a tensor or a (gate, up) pair -> [e, ..]
     rows      one part [rows, h] -> [padded rows, h], zero rows behind; `split` cuts them off
@@ -69,6 +70,16 @@ def _split_qkv(tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
     return [part.flatten(0, 1) for part in grouped.split([share, sizes.head, sizes.head], dim=1)]
 
 
+def _join_qk(parts: Parts, sizes: Sizes) -> torch.Tensor:
+    query, key = (part.unflatten(0, (sizes.groups, -1)) for part in parts)
+    return torch.cat([query, key], dim=1).flatten(0, 1)
+
+
+def _split_qk(tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
+    grouped = tensor.unflatten(0, (sizes.groups, -1))
+    return [part.flatten(0, 1) for part in grouped.split([sizes.heads // sizes.groups * sizes.head, sizes.head], dim=1)]
+
+
 def _join_gate_up(parts: Parts, sizes: Sizes) -> torch.Tensor:
     return torch.cat(list(parts))
 
@@ -105,6 +116,7 @@ class Layout:
 LAYOUTS = {
     "same": Layout(_join_same, _split_same),
     "qkv": Layout(_join_qkv, _split_qkv),
+    "qk": Layout(_join_qk, _split_qk),
     "gate_up": Layout(_join_gate_up, _split_gate_up),
     "experts": Layout(_join_experts, _split_experts),
     "rows": Layout(_join_rows, _split_rows),

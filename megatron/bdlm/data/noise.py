@@ -22,7 +22,7 @@ from megatron.bdlm.parallel.blocks import build_blocks
 VALIDATION_T_RANGE = (1e-3, 1.0)
 """Noise levels of every validation: on a clipped range exp(NELBO) would bound nothing."""
 
-_LEVEL, _ORDER, _SHIFT, _TOKEN, _REPLACEMENT = range(5)  # the streams of one sample
+_LEVEL, _ORDER, _SHIFT, _TOKEN, _REPLACEMENT, _SELF_CONDITIONING = range(6)  # the streams of one sample
 
 _SMALL = 16  # tokens of a group that is reduced column by column
 
@@ -121,6 +121,11 @@ def corrupt(
         range_factor=schedule.range_factor(t_min, t_max),
         block_starts=blocks.starts,
     )
+
+
+def is_self_conditioned(share: float, seed: int, sample_index: int, epoch: int, purpose: str = "train") -> bool:
+    """Whether a sample is one of the `share` that also see what a first pass predicted; a function of its identity, as the noise."""
+    return bool(NoiseKey(seed, sample_index, epoch, purpose).units(_SELF_CONDITIONING, 1)[0] < share)
 
 
 def block_starts_of(

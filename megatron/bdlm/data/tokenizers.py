@@ -184,6 +184,18 @@ def resolve_vocabulary(tokenizer: Any, requested: Optional[int] = None) -> Vocab
     return Vocabulary(size=max(size, mask + 1), mask_token_id=mask, eod_token_id=eod, tokenizer_size=size)
 
 
+def vocabulary_without_mask(tokenizer: Any, rows: int) -> Vocabulary:
+    """Vocabulary of a model that has no mask token (id -1) and `rows` tokens, of which the tokenizer may use fewer.
+
+    Raises:
+        DataError: the tokenizer has more.
+    """
+    used = vocabulary_size(tokenizer)
+    if used > rows:
+        raise DataError(f"--bdlm-diffusion-gemma: vocab_size {rows}, but the tokenizer has {used} tokens. A legal value: {used}")
+    return Vocabulary(size=rows, mask_token_id=-1, eod_token_id=end_of_document_id(tokenizer), tokenizer_size=rows)
+
+
 def _is_reserved(tokenizer: Any, token: int) -> bool:
     """Whether a token is a special one that no role uses; libraries that cannot tell say no."""
     inner = getattr(getattr(tokenizer, "_tokenizer", None), "tokenizer", None)

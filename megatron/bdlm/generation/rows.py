@@ -143,13 +143,20 @@ class SamplingParams(PackedSeqParams):
             self._masks[window] = visibility(self.rows, self.cache.lengths, self.rules, window)
         visible = self._masks[window]  # [b, s, m]
         keys, values = self.cache.write(layer_number, key, value)  # [m, b, k, d]
-        rows, batch, heads, size = query.shape
-        groups = keys.size(2)
-        share = heads // groups
-        # query heads of one key-value head become rows of it, so keys are not repeated: [b, k, g*s, d]
-        folded = query.view(rows, batch, groups, share, size).permute(1, 2, 3, 0, 4).reshape(batch, groups, share * rows, size)
-        out = F.scaled_dot_product_attention(
-            folded, keys.permute(1, 2, 0, 3), values.permute(1, 2, 0, 3),
-            attn_mask=visible.repeat(1, share, 1)[:, None], scale=softmax_scale,
-        )
-        return out.view(batch, groups, share, rows, -1).permute(3, 0, 1, 2, 4).reshape(rows, batch, heads, -1)
+        return masked_attention(query, keys, values, visible, softmax_scale)
+
+
+def masked_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, softmax_scale: Optional[float]
+) -> torch.Tensor:
+    """Attention of a few rows, [s, b, n, d] over [m, b, k, d] and [m, b, k, d_v], under a mask bool [b or 1, s, m] -> [s, b, n, d_v]."""
+    rows, batch, heads, size = query.shape
+    groups = keys.size(2)
+    share = heads // groups
+    # query heads of one key-value head become rows of it, so keys are not repeated: [b, k, g*s, d]
+    folded = query.view(rows, batch, groups, share, size).permute(1, 2, 3, 0, 4).reshape(batch, groups, share * rows, size)
+    out = F.scaled_dot_product_attention(
+        folded, keys.permute(1, 2, 0, 3), values.permute(1, 2, 0, 3),
+        attn_mask=visible.repeat(1, share, 1)[:, None], scale=softmax_scale,
+    )
+    return out.view(batch, groups, share, rows, -1).permute(3, 0, 1, 2, 4).reshape(rows, batch, heads, -1)

@@ -18,6 +18,8 @@ from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron.bdlm.config import BDLMConfig, BDLMConfigError
+from megatron.bdlm.model.diffusion_gemma.model import DiffusionGemmaModel
+from megatron.bdlm.model.diffusion_gemma.spec import adapt_configuration, check_configuration, diffusion_gemma_layer_spec
 from megatron.bdlm.model.gpt import BlockDiffusionGPTModel
 from megatron.bdlm.model.layer_spec import block_diffusion_layer_spec
 from megatron.bdlm.model.rotary import attention_scale
@@ -57,10 +59,17 @@ class BlockDiffusionModelBuilder(GPTModelBuilder):
             padded_vocab_size = calculate_padded_vocab_size(
                 config.vocab_size, config.make_vocab_size_divisible_by, config.transformer.tensor_model_parallel_size
             )
-        _fold_attention_factor(config)
-        return BlockDiffusionGPTModel(
+        gemma = config.bdlm.diffusion_gemma()
+        if gemma is None:
+            _fold_attention_factor(config)
+            model, layers = BlockDiffusionGPTModel, block_diffusion_layer_spec(config, vp_stage)
+        else:
+            check_configuration(config.transformer, gemma)
+            adapt_configuration(config.transformer)
+            model, layers = DiffusionGemmaModel, diffusion_gemma_layer_spec(config.transformer, gemma, vp_stage)
+        return model(
             config=config.transformer,
-            transformer_layer_spec=block_diffusion_layer_spec(config, vp_stage),
+            transformer_layer_spec=layers,
             vocab_size=padded_vocab_size,
             max_sequence_length=config.seq_length,
             fp16_lm_cross_entropy=config.fp16_lm_cross_entropy,

@@ -42,6 +42,8 @@ class BlockDiffusionGPTModel(GPTModel):
         self.candidate_tokens = candidate_tokens
         self.tokenizer_tokens = tokenizer_tokens
         self.bdlm = bdlm
+        self.logit_softcap: Optional[float] = None
+        self.excluded_token = None if bdlm.bdlm_keep_mask_logit else bdlm.bdlm_mask_token_id
         config = self.config
         mark_experts(self)
         config.moe_grad_scale_func = router_loss_scale.function(config)
@@ -87,8 +89,9 @@ class BlockDiffusionGPTModel(GPTModel):
             output_layer.weight if output_weight is None else output_weight,
             context.target,
             chunk=self.bdlm.bdlm_cross_entropy_chunk,
-            excluded_token=None if self.bdlm.bdlm_keep_mask_logit else self.bdlm.bdlm_mask_token_id,
+            excluded_token=self.excluded_token,
             vocab_size=self.candidate_tokens,
             tp_group=self.pg_collection.tp,
             reduce_hidden_grad=not sequence_parallel,
+            softcap=self.logit_softcap,
         )

@@ -2,9 +2,11 @@
 
     nll_i = logsumexp_v(hidden_i . weight_v) - hidden_i . weight_{target_i}
 
+With a softcap c each logit z is c * tanh(z / c) (DiffusionGemma), so dz carries 1 - (logit / c)^2.
+
 Logits exist for `chunk` rows at a time, in forward and again in backward (recomputed: the incoming gradient of each
 row is only known then, and saving them would cost [rows, vocab]). Peak extra memory is one float32 [chunk, vocab/TP]
-buffer, plus its half-size copy in the weight's type when that is 16 bits wide.
+buffer, plus its half-size copy in the weight's type when that is 16 bits wide (and another with a softcap).
 
 Each rank of the tensor-parallel group holds an equal slice of the vocabulary. Only numbers per row are exchanged, once
 for all chunks: the maximum, and the sum of exponentials beside the target's logit. The gradient of `hidden` is summed
@@ -29,21 +31,28 @@ class _Vocabulary:
     valid: int  # local rows with a real token: the rest pads the vocabulary
     excluded: Optional[int]  # local row without probability, if it lies here
     group: Optional[dist.ProcessGroup]
+    softcap: Optional[float] = None
 
     @classmethod
     def of(
-        cls, rows: int, excluded_token: Optional[int], vocab_size: Optional[int], group: Optional[dist.ProcessGroup]
+        cls, rows: int, excluded_token: Optional[int], vocab_size: Optional[int], group: Optional[dist.ProcessGroup],
+        softcap: Optional[float] = None,
     ) -> "_Vocabulary":
         shared = group is not None and dist.get_world_size(group) > 1
         first = rows * dist.get_rank(group) if shared else 0
         last = first + rows if vocab_size is None else min(first + rows, vocab_size)
         inside = excluded_token is not None and first <= excluded_token < last
-        return cls(first, max(0, last - first), excluded_token - first if inside else None, group if shared else None)
+        return cls(first, max(0, last - first), excluded_token - first if inside else None, group if shared else None, softcap)
 
     def locate(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """[n] global ids -> local column (0 where it lies elsewhere), and bool whether it lies here."""
         here = (targets >= self.first) & (targets < self.first + self.valid)
         return torch.where(here, targets - self.first, 0), here
+
+
+def softcapped(logits: Tensor, cap: Optional[float]) -> Tensor:
+    """cap * tanh(logits / cap), in place; the logits themselves where there is no cap."""
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def linear_cross_entropy(
@@ -56,6 +65,7 @@ def linear_cross_entropy(
     vocab_size: Optional[int] = None,
     tp_group: Optional[dist.ProcessGroup] = None,
     reduce_hidden_grad: bool = True,
+    softcap: Optional[float] = None,
 ) -> Tensor:
     """Negative log-likelihood of each row's target.
 
@@ -68,6 +78,7 @@ def linear_cross_entropy(
         vocab_size: tokens of the vocabulary; weight rows from there on are padding, without probability and gradient.
         tp_group: ranks that hold the other slices of the weight.
         reduce_hidden_grad: sum the gradient of `hidden` over `tp_group`; off when the caller does (sequence parallel).
+        softcap: cap of the logits (module docstring); None: none.
 
     Returns:
         [n] float32 (float64 for float64 inputs). Empty, with a graph, for n = 0. The value for a target that is
@@ -79,7 +90,7 @@ def linear_cross_entropy(
         raise ValueError(f"targets {tuple(targets.shape)}: expected [{hidden.shape[0]}], one id a row")
     if chunk < 0:
         raise ValueError(f"--bdlm-cross-entropy-chunk {chunk}: not negative. A legal value: 4096")
-    vocabulary = _Vocabulary.of(weight.shape[0], excluded_token, vocab_size, tp_group)
+    vocabulary = _Vocabulary.of(weight.shape[0], excluded_token, vocab_size, tp_group, softcap)
     return _LinearCrossEntropy.apply(hidden, weight, targets, chunk, vocabulary, reduce_hidden_grad)
 
 
@@ -135,9 +146,13 @@ def _backward_rows(
     rows: _Rows, weight: Tensor, vocabulary: _Vocabulary, grad_hidden: Optional[Tensor], grad_weight: Optional[Tensor]
 ) -> None:
     """One chunk: d logits = grad_nll * (softmax - onehot); writes `grad_hidden` [c, h], adds to `grad_weight`."""
-    grad = _logits(rows.hidden, weight, vocabulary).sub_(rows.lse[:, None]).exp_()
+    grad = _logits(rows.hidden, weight, vocabulary)
+    slope = None if vocabulary.softcap is None else 1 - grad.div(vocabulary.softcap).square_()
+    grad.sub_(rows.lse[:, None]).exp_()
     grad.scatter_add_(1, rows.column[:, None], -rows.here[:, None].to(grad.dtype))
     grad.mul_(rows.grad_nll[:, None])
+    if slope is not None:
+        grad.mul_(slope)
     narrow = grad.to(weight.dtype)  # a copy only for 16-bit types
     if grad_hidden is not None:
         torch.mm(narrow, weight[: vocabulary.valid], out=grad_hidden)
@@ -155,7 +170,7 @@ def _chunks(rows: int, chunk: int, vocabulary: _Vocabulary) -> Iterator[slice]:
 def _logits(hidden: Tensor, weight: Tensor, vocabulary: _Vocabulary) -> Tensor:
     """[c, v] in float32 (float64), the excluded token at minus infinity."""
     logits = torch.mm(hidden, weight[: vocabulary.valid].t())
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = softcapped(logits.to(torch.promote_types(logits.dtype, torch.float32)), vocabulary.softcap)
     if vocabulary.excluded is not None:
         logits[:, vocabulary.excluded] = -torch.inf
     return logits

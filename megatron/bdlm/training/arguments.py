@@ -20,7 +20,7 @@ from megatron.training.global_vars import set_global_variables
 
 from megatron.bdlm.attention.kernels import NAMES as KERNEL_NAMES
 from megatron.bdlm.config import BDLMConfig, BDLMConfigError, config_from_args, recipe_values
-from megatron.bdlm.data.tokenizers import Vocabulary, resolve_vocabulary
+from megatron.bdlm.data.tokenizers import Vocabulary, resolve_vocabulary, vocabulary_without_mask
 from megatron.bdlm.parallel.state import hierarchical_sizes
 from megatron.bdlm.platform import cpu
 from megatron.bdlm.training.options import checkpoint_arguments, checkpoint_defaults, starting_folder
@@ -117,7 +117,11 @@ def parse_arguments(group: type | None = None) -> tuple[Any, BDLMConfig]:
             "to fill. A legal value: ragged"
         )
 
-    vocabulary = resolve_vocabulary(get_tokenizer(), config.bdlm_mask_token_id)
+    gemma = config.diffusion_gemma()
+    if gemma is None:
+        vocabulary = resolve_vocabulary(get_tokenizer(), config.bdlm_mask_token_id)
+    else:
+        vocabulary = vocabulary_without_mask(get_tokenizer(), gemma.vocab_size)
     config.bdlm_mask_token_id = vocabulary.mask_token_id
     args.bdlm_tokenizer_vocab_size = vocabulary.tokenizer_size
     args.bdlm_candidate_tokens = vocabulary.size
@@ -232,6 +236,14 @@ def check_combination(args: Any, config: BDLMConfig) -> None:
     )
     if args.num_experts is not None:
         _check_experts(args)
+    _refuse(
+        config.bdlm_self_conditioning > 0.0 and config.bdlm_diffusion_gemma is None, "--bdlm-self-conditioning",
+        config.bdlm_self_conditioning, "only a model with --bdlm-diffusion-gemma has it", "0",
+    )
+    _refuse(
+        config.bdlm_self_conditioning > 0.0 and args.pipeline_model_parallel_size > 1, "--bdlm-self-conditioning",
+        config.bdlm_self_conditioning, "the first pass ends on the last pipeline stage, and what it predicts is needed on the first", "0",
+    )
     if cpu.is_active() and not args.dry_run:  # a dry run asks about another machine
         sharded = args.use_torch_fsdp2 or args.use_megatron_fsdp
         _refuse(bool(sharded), "--use-torch-fsdp2/--use-megatron-fsdp", True, "sharded data parallelism needs CUDA", "--use-distributed-optimizer")

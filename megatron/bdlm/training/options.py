@@ -23,6 +23,7 @@ MODEL_OPTIONS = (
     "bdlm_noisy_attention",
     "bdlm_keep_mask_logit",
     "bdlm_rope_parameters",
+    "bdlm_diffusion_gemma",
 )
 """Options that belong to the model; a checkpoint's value wins over a default and refuses another flag value."""
 

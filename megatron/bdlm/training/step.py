@@ -25,7 +25,7 @@ from megatron.training import get_args
 
 from megatron.bdlm.attention.core_attention import AttentionOptions, BlockDiffusionParams
 from megatron.bdlm.config import BDLMConfig
-from megatron.bdlm.data.noise import VALIDATION_T_RANGE, Noised, block_starts_of, corrupt
+from megatron.bdlm.data.noise import VALIDATION_T_RANGE, Noised, block_starts_of, corrupt, is_self_conditioned
 from megatron.bdlm.data.pretraining import document_lengths
 from megatron.bdlm.model.router import has_router_losses, has_router_statistics, router_loss_scale
 from megatron.bdlm.objective.loss import GlobalCounts, ScoredRows, block_diffusion_loss, sample_counts, select_rows
@@ -54,6 +54,13 @@ class Batch:
     config: BDLMConfig  # that of training or of validation
     global_counts: Optional[GlobalCounts]  # denominators of the global batch, where two losses share it
     training: bool
+    self_conditioned: Optional[torch.Tensor] = None  # bool [b], samples that run twice; None where the model has no such thing
+
+    @property
+    def model_inputs(self) -> dict[str, Any]:
+        """What the model takes by name."""
+        inputs = dict(packed_seq_params=self.params, scored_rows=self.rows)
+        return inputs if self.self_conditioned is None else inputs | dict(self_conditioned=self.self_conditioned)
 
 
 def training_config(config: BDLMConfig, iteration: int) -> BDLMConfig:
@@ -102,7 +109,10 @@ def next_batch(data_iterator: Iterator[Sample], model: Any) -> Batch:
     if training and stage.post_process:
         processed_rows.add(plan.s_local * len(samples))
     positions = params.position_ids.expand(len(samples), -1)
-    return Batch(input_ids, positions, params, rows, config, global_counts, training)
+    chosen = _self_conditioned(samples, config, training)
+    return Batch(
+        input_ids, positions, params, rows, config, global_counts, training, None if chosen is None else chosen.to(device)
+    )
 
 
 def batch_loss(batch: Batch, nll: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
@@ -163,8 +173,26 @@ def _noised(sample: ArraySample, stage: Any, config: BDLMConfig, training: bool)
     )
 
 
+def _self_conditioned(samples: list[ArraySample], config: BDLMConfig, training: bool) -> Optional[torch.Tensor]:
+    """bool [b]: samples that run a first pass; None where none does, the same on every rank that shares experts.
+
+    Ranks that exchange rows of experts hold different samples but must run equally many passes: they always run it.
+    """
+    if not (training and config.bdlm_self_conditioning > 0.0):
+        return None
+    chosen = [
+        is_self_conditioned(config.bdlm_self_conditioning, config.bdlm_noise_seed, int(sample["sample_index"]), int(sample["epoch"]))
+        for sample in samples
+    ]
+    return torch.tensor(chosen) if any(chosen) or parallel_state.get_expert_model_parallel_world_size() > 1 else None
+
+
 def _targets(sample: ArraySample, noised: Noised, config: BDLMConfig) -> Targets:
-    return build_targets(sample["tokens"], sample["eligible"], noised, _documents(sample, config.bdlm_block_size), config)
+    clean = None
+    if config.bdlm_clean_loss_tokens == "all":
+        clean = sample["documents"] >= 0 if "documents" in sample else np.ones_like(sample["eligible"])
+    documents = _documents(sample, config.bdlm_block_size)
+    return build_targets(sample["tokens"], sample["eligible"], noised, documents, config, clean_eligible=clean)
 
 
 def _global_rows(sample: ArraySample, noised: Noised) -> torch.Tensor:
@@ -225,6 +253,8 @@ def _final_rows(plan: SequencePlan, config: BDLMConfig, model_config: Any, train
     """
     if config.bdlm_full_last_layer or config.bdlm_clean_loss_weight > 0.0 or model_config.attention_output_gate:
         return None
+    if config.bdlm_diffusion_gemma is not None:
+        return None  # its layers return every row
     if training and has_router_statistics(model_config) and config.bdlm_router_rows != "noisy":
         return None  # the last router counts clean rows
     tensor_ranks = model_config.tensor_model_parallel_size if model_config.sequence_parallel else 1
