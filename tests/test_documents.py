@@ -40,3 +40,22 @@ def test_every_page_can_be_reached_from_the_readme():
         targets = {(page.parent / link.partition("#")[0]).resolve() for link in links(page)}
         new += [target for target in targets - found if target.suffix == ".md" and target.exists()]
     assert set((ROOT / "docs").glob("*.md")) <= found
+
+
+NAMED_TEST = re.compile(r"`((?:\w+/)*test_\w+\.py|test_\w+?_?(?:\.\.)?)`")
+
+
+@pytest.mark.parametrize("page", ["faults.md", "support.md"])
+def test_tests_that_a_page_names_exist(page):
+    """A table names files of tests/ and, behind each, functions in it; `test_a_..` names all that begin so."""
+    found = 0
+    for number, line in enumerate((ROOT / "docs" / page).read_text().splitlines(), 1):
+        where, source = "no file before it", ""
+        for name in NAMED_TEST.findall(line) if line.startswith("|") else []:
+            if name.endswith(".py"):
+                where, source = name, (ROOT / "tests" / name).read_text()
+            else:
+                pattern = rf"^def {name.removesuffix('..')}{'' if name.endswith('..') else chr(92) + 'b'}"
+                assert re.search(pattern, source, re.M), f"docs/{page}:{number}: {name} in {where}"
+            found += 1
+    assert found > 20

@@ -30,6 +30,7 @@ FLAGS = """
 --bdlm-diffusion-gemma --bdlm-self-conditioning --bdlm-freeze-router --bdlm-clean-loss-tokens
 --bdlm-ranks-per-node --bp-grad-dtype --bdlm-attention-kernel --bdlm-diagonal-kernel --bdlm-noisy-rows --bdlm-full-last-layer
 --bdlm-router-rows
+--bdlm-json-log
 """.split()
 
 OTHER_FLAGS = "--bdlm-sft-packing --bdlm-sft-too-long --dry-run --dry-run-world-size --dry-run-gpu --dry-run-json".split()
@@ -41,6 +42,13 @@ METRICS = {
 
 
 LOAD_METRICS = {"expert load clean", "expert load noisy", "idle experts clean", "idle experts noisy"}
+
+LOGGED = (METRICS - {name for name in METRICS if name.startswith("nelbo t ")}) | {
+    "ppl bound", "clean tokens/s", "processed rows/s", "peak memory GiB", "learning-rate", "batch-size", "grad-norm", "loss-scale",
+}
+"""What TensorBoard and W&B show of every logged iteration, beside the NELBO by noise level (where a batch has the level)."""
+
+VALIDATION_METRICS = {"lm loss validation", "nelbo validation", "masked cross entropy validation"}
 
 
 def test_flags():

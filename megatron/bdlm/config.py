@@ -164,6 +164,10 @@ class BDLMConfig:
     bdlm_router_rows: Literal["clean", "noisy", "all"] = "clean"
     """Rows whose routing counts for the routers' losses and balance: clean ones (no other than without noise), noisy ones, or all; padding never counts."""
 
+    # ---- logging ---------------------------------------------------------------------------
+    bdlm_json_log: Optional[str] = None
+    """File to which every logged iteration and every evaluation is appended as one line of JSON, with TensorBoard's names; a resumed run appends."""
+
     def validate(self) -> None:
         """Check the rules between the options of this group.
 

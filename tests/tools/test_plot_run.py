@@ -1,5 +1,6 @@
 """tools/plot_run.py on event files made here."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
+from megatron.bdlm.training.json_log import JsonLog
 from megatron.bdlm.training.plots import PANELS, PlotError, draw, read_run, tags_of
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "plot_run.py"
@@ -69,6 +71,23 @@ def test_the_last_value_of_a_metric_is_printed(tmp_path):
     assert result.returncode == 0 and float(result.stdout) == pytest.approx(0.65)
     result = run_tool(tmp_path, "--last", "nothing")
     assert result.returncode == 1 and "no metric 'nothing'; there are clean tokens/s, lm loss," in result.stderr
+
+
+def test_a_json_log_is_a_run_too_and_runs_are_compared_in_numbers(tmp_path):
+    write_events(tmp_path / "a")
+    log = JsonLog(tmp_path / "b.jsonl")
+    log.write("start", 0, 0, {"world size": 2})
+    for i, loss in [(1, 5.0), (2, 2.0), (2, 3.5), (3, math.nan)]:  # iteration 2 came again after a resume
+        log.write("train", i, 8 * i, {"lm loss": loss, "only here": 1.0})
+    log.write("test", 3, 24, {"lm loss validation": 9.0})
+    run = read_run(tmp_path / "b.jsonl")
+    assert run.scalars["lm loss"][:2] == [(1, 5.0), (2, 3.5)] and math.isnan(run.scalars["lm loss"][2][1])
+    assert set(run.scalars) == {"lm loss", "only here"}
+    result = run_tool(tmp_path / "a", f"json={tmp_path / 'b.jsonl'}", "--output", tmp_path / "x.png")
+    assert result.returncode == 0, result.stderr
+    table = result.stdout.split("metric ")[1].splitlines()
+    assert table[0].split("  ")[-1].strip() == "json - a" and table[1].split() == ["lm", "loss", "3", "1.66667", "nan", "+nan"]
+    assert len(table) == 3  # no metric that one run alone has
 
 
 @pytest.mark.parametrize(

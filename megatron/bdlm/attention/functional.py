@@ -36,6 +36,7 @@ from megatron.bdlm.parallel.exchange import Exchange, Link, Wire
 from megatron.bdlm.parallel.plan import SequencePlan
 from megatron.bdlm.parallel.program import AttentionProgram, Piece
 from megatron.bdlm.parallel.transport_choice import open_exchange
+from megatron.bdlm.platform.ranges import span, span_each, spanned
 
 # Piece -> {what tiles depend on besides: tiles}; made once, not in every layer
 _tiles_of_piece: WeakKeyDictionary = WeakKeyDictionary()
@@ -117,16 +118,18 @@ class BlockDiffusionAttention(torch.autograd.Function):
     """See the module docstring."""
 
     @staticmethod
+    @spanned("bdlm/attention")
     def forward(ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         batch, key_heads, head_size = q.shape[1], k.shape[2], q.shape[3]
         exchange = call.exchange(backward=False)
-        exchange.post(_shared_rows(k, v, call))
+        with span("bdlm/exchange"):
+            exchange.post(_shared_rows(k, v, call))
 
         q_folded = fold(q, key_heads)  # [s, g, h, d]
         keys, values = (_arranged(_heads_joined(x), call.kernel) for x in (k, v))  # [s, h, d]
         seen = Partial.empty(q_folded, v.shape[3])
         attend(seen, q_folded, keys, values, _tiles(call.program.local, q_folded, call), call.kernel, call.scale)
-        for arrival in exchange.arrivals():
+        for arrival in span_each("bdlm/exchange", exchange.arrivals()):
             keys, values = _arranged(arrival.rows, call.kernel).split((head_size, v.shape[3]), dim=-1)
             attend(seen, q_folded, keys, values, _tiles(arrival.piece, q_folded, call), call.kernel, call.scale)
 
@@ -139,12 +142,14 @@ class BlockDiffusionAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @spanned("bdlm/attention backward")
     def backward(ctx, dout: torch.Tensor):
         q, k, v, out, lse = ctx.saved_tensors
         call: AttentionCall = ctx.call
         batch, key_heads, head_size = q.shape[1], k.shape[2], q.shape[3]
         exchange = call.exchange(backward=True)
-        exchange.post(_shared_rows(k, v, call))
+        with span("bdlm/exchange"):
+            exchange.post(_shared_rows(k, v, call))
 
         dout = dout.to(q.dtype)
         rows = FinishedRows(fold(dout, key_heads), fold(q, key_heads), fold(out, key_heads), lse)
@@ -152,7 +157,7 @@ class BlockDiffusionAttention(torch.autograd.Function):
         dq, dk, dv = (torch.zeros(x.shape, dtype=call.wire.sum_dtype, device=x.device) for x in (rows.q, keys, values))
         local = _tiles(call.program.local, rows.q, call)
         attend_backward(rows, keys, values, local, call.kernel, call.scale, (dq, dk, dv))
-        for arrival in exchange.arrivals():
+        for arrival in span_each("bdlm/exchange", exchange.arrivals()):
             keys, values = arrival.rows.split((head_size, v.shape[3]), dim=-1)
             d_keys, d_values = arrival.gradient.split((head_size, v.shape[3]), dim=-1)
             tiles = _tiles(arrival.piece, rows.q, call)
@@ -160,7 +165,8 @@ class BlockDiffusionAttention(torch.autograd.Function):
 
         if call.padding:
             dv[-call.padding :] += rows.dout[-call.padding :].sum(1, dtype=dv.dtype)
-        _add_returned(exchange.collect(), dk, dv, call)
+        with span("bdlm/exchange"):
+            _add_returned(exchange.collect(), dk, dv, call)
         return unfold(dq, batch).to(q.dtype), dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype), None
 
 

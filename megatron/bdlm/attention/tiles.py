@@ -27,6 +27,7 @@ from torch.nn.functional import logsigmoid
 
 from megatron.bdlm.attention.diagonal_tile import DiagonalTile
 from megatron.bdlm.attention.kernels.base import AttentionKernel
+from megatron.bdlm.platform.ranges import spanned
 
 GATHERED_PAIRS = 1 << 14  # below this many (query, key) pairs a lone rectangle joins a gathered batch
 PROGRESSION = 4  # so does a progression shorter than this
@@ -215,6 +216,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+@spanned("bdlm/tiles")
 def attend(
     seen: Partial,
     q: torch.Tensor,
@@ -262,6 +264,7 @@ class FinishedRows:
     lse: torch.Tensor  # [s, g, h], the final log-sum-exp
 
 
+@spanned("bdlm/tiles backward")
 def attend_backward(
     rows: FinishedRows,
     k: torch.Tensor,

@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.bdlm.platform.ranges import spanned
+
 
 @dataclass(frozen=True)
 class _Vocabulary:
@@ -96,6 +98,7 @@ def linear_cross_entropy(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
+    @spanned("bdlm/cross entropy")
     def forward(ctx, hidden, weight, targets, chunk, vocabulary, reduce_hidden_grad):
         ctx.chunk, ctx.vocabulary, ctx.reduce_hidden_grad = chunk, vocabulary, reduce_hidden_grad
         column, here = vocabulary.locate(targets)
@@ -108,6 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return lse - target_logit
 
     @staticmethod
+    @spanned("bdlm/cross entropy backward")
     def backward(ctx, grad_nll):
         hidden, weight, targets, lse = ctx.saved_tensors
         vocabulary: _Vocabulary = ctx.vocabulary

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from megatron.bdlm.config import BDLMConfig
 from megatron.bdlm.objective.targets import Targets
+from megatron.bdlm.platform.ranges import spanned
 
 T_BUCKETS = 10
 """Equal intervals of the noise level t in [0, 1] for which the NELBO is logged apart."""
@@ -135,6 +136,7 @@ def sample_counts(targets: Targets) -> GlobalCounts:
     return GlobalCounts(int(targets.counted[:-1].sum()), int(targets.counted[-1].sum()))
 
 
+@spanned("bdlm/loss")
 def block_diffusion_loss(
     nll: Tensor,
     rows: ScoredRows,

@@ -30,6 +30,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron.bdlm.platform.ranges import span
+
 TRANSPORTS = ("auto", "direct", "hierarchical", "ring", "allgather")
 
 
@@ -66,8 +68,9 @@ class Pending:
     tensors: tuple = ()
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        with span("bdlm/exchange wait"):
+            for work in self.works:
+                work.wait()
         self.works, self.tensors = [], ()
 
 

@@ -12,6 +12,9 @@ iteration passes, and adds to it:
 * with experts, how evenly rows were spread over them (`expert load clean`, ..);
 * losses by noise level (`nelbo t 0.0-0.1`, ..) go to TensorBoard and W&B only, and only where
   the batch had a token of that level: an average of undefined values is never logged.
+
+`install_json_log` wraps the engine's two functions that log an iteration and an evaluation: what they hand to
+TensorBoard becomes a line of --bdlm-json-log.
 """
 
 import math
@@ -26,7 +29,9 @@ from megatron.training import training as engine_training
 
 from megatron.bdlm.model.router import expert_load
 from megatron.bdlm.platform.cpu import peak_memory_bytes
+from megatron.bdlm.platform.ranges import span, spanned
 from megatron.bdlm.training.expert_load import load_metrics
+from megatron.bdlm.training.json_log import JsonLog, tee_scalars
 
 PPL_BOUND_OF = "nelbo"
 """The loss whose exponential is the perplexity bound."""
@@ -57,7 +62,8 @@ class TokenCount:
 
     def finalize(self, model, num_tokens: Optional[torch.Tensor] = None, **kwargs) -> None:
         """For the engine's `finalize_model_grads_func`; the engine reduces `num_tokens` in place."""
-        finalize_model_grads(model, num_tokens, **kwargs)
+        with span("bdlm/reduction"):
+            finalize_model_grads(model, num_tokens, **kwargs)
         self.tokens = num_tokens
 
     def value(self) -> int:
@@ -69,6 +75,7 @@ def install(rows: RowCounter) -> None:
     stock_train_step = engine_training.train_step
     count = TokenCount()
 
+    @spanned("bdlm/step")
     def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, *args, **kwargs):
         config.finalize_model_grads_func = count.finalize
         _skip_empty_batches(optimizer, count)
@@ -87,6 +94,37 @@ def install(rows: RowCounter) -> None:
     engine_training.train_step = train_step
 
 
+def install_json_log(log: JsonLog) -> None:
+    """Append a line to `log` whenever the engine has logged an iteration or an evaluation; on the rank that logs."""
+    stock_training_log, stock_evaluation = engine_training.training_log, engine_training.evaluate_and_print_results
+    stock_train = engine_training.train
+
+    def write(kind: str, iteration: int) -> None:
+        values = tee_scalars().take()
+        if values:
+            log.write(kind, iteration, get_args().consumed_train_samples, values)
+
+    def train(*args, **kwargs):
+        tee_scalars()
+        started = get_args()
+        log.write("start", started.iteration, started.consumed_train_samples, {"world size": started.world_size})
+        return stock_train(*args, **kwargs)
+
+    def training_log(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs):
+        result = stock_training_log(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
+        write("train", iteration)
+        return result
+
+    def evaluate_and_print_results(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs):
+        tee_scalars().take()
+        stock_evaluation(prefix, forward_step_func, data_iterator, model, iteration, *args, **kwargs)
+        write("test" if "test set" in prefix else "validation", iteration)
+
+    engine_training.train = train
+    engine_training.training_log = training_log
+    engine_training.evaluate_and_print_results = evaluate_and_print_results
+
+
 def _skip_empty_batches(optimizer: Any, count: TokenCount) -> None:
     """Make `optimizer.step` do nothing when the global batch has no supervised token."""
     if getattr(optimizer, "skips_empty_batches", False):
@@ -96,7 +134,8 @@ def _skip_empty_batches(optimizer: Any, count: TokenCount) -> None:
     def step():
         if count.value() == 0:
             return False, 0.0, 0
-        return stock_step()
+        with span("bdlm/optimizer"):
+            return stock_step()
 
     optimizer.step = step
     optimizer.skips_empty_batches = True

@@ -1,7 +1,8 @@
-"""A run's curves out of its TensorBoard files, drawn to one PNG.
+"""Runs' curves out of their TensorBoard files or JSON logs: drawn to one PNG, and compared in numbers.
 
 Reads every event file below a folder (a resumed run leaves several; their points are merged by iteration, the later
-file wins) and draws what it finds: loss, NELBO of training and validation, masked cross entropy, tokens per second,
+file wins), or one file of --bdlm-json-log (a later line wins), and draws what it finds: loss, NELBO of training and
+validation, masked cross entropy, tokens per second,
 NELBO by noise level. Metrics that a run does not have leave their panel out and are named.
 """
 
@@ -9,6 +10,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional, Sequence
+
+from megatron.bdlm.training.json_log import FIELDS, read_lines
 
 VALIDATION = " validation"
 BUCKET = "nelbo t "
@@ -50,11 +53,13 @@ PANELS = (
 
 
 def read_run(folder: str | Path, name: Optional[str] = None) -> Run:
-    """Every scalar of the event files below `folder`.
+    """Every scalar of the event files below `folder`, or of the JSON log `folder`.
 
     Raises:
-        PlotError: no such folder, no event file, or no scalar in them.
+        PlotError: no such folder or file, no event file, or no scalar in them.
     """
+    if Path(folder).is_file():
+        return _read_json_log(Path(folder), name)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = Path(folder)
@@ -73,6 +78,40 @@ def read_run(folder: str | Path, name: Optional[str] = None) -> Run:
     if not merged:
         raise PlotError(f"{folder}: its {len(files)} event file(s) hold no scalar; did the run reach its first log interval?")
     return Run(name or folder.name, {tag: sorted(points.items()) for tag, points in sorted(merged.items())})
+
+
+def _read_json_log(path: Path, name: Optional[str]) -> Run:
+    """Scalars of a --bdlm-json-log; null (a value that was not finite) is NaN. The test set is no curve."""
+    try:
+        lines = [line for line in read_lines(path) if line["kind"] in ("train", "validation")]
+    except ValueError as error:
+        raise PlotError(str(error)) from None
+    merged: dict[str, dict[int, float]] = {}
+    for line in lines:
+        for tag in line.keys() - set(FIELDS):
+            merged.setdefault(tag, {})[line["iteration"]] = math.nan if line[tag] is None else line[tag]
+    if not merged:
+        raise PlotError(f"{path}: it holds no logged iteration; did the run reach its first log interval?")
+    return Run(name or path.stem, {tag: sorted(points.items()) for tag, points in sorted(merged.items())})
+
+
+def compare(runs: Sequence[Run]) -> str:
+    """Values of several runs side by side, each metric at the last iteration that all of its runs have, against the first run.
+
+    A metric that only one run has is left out.
+    """
+    lines = [["metric", "iteration", *(run.name for run in runs), *(f"{run.name} - {runs[0].name}" for run in runs[1:])]]
+    for tag in sorted({tag for run in runs for tag in run.scalars}):
+        having = [dict(run.scalars[tag]) for run in runs if tag in run.scalars]
+        common = set.intersection(*map(set, having))
+        if len(having) < 2 or tag.endswith(_NOT_CURVES) or not common:
+            continue
+        at = max(common)
+        values = [dict(run.scalars[tag])[at] if tag in run.scalars else None for run in runs]
+        differences = ["-" if None in (value, values[0]) else f"{value - values[0]:+.4g}" for value in values[1:]]
+        lines.append([tag, str(at), *("-" if value is None else f"{value:.6g}" for value in values), *differences])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines)
 
 
 def last_value(run: Run, tag: str) -> float:

@@ -15,6 +15,7 @@ from megatron.bdlm.checkpoint.tracker import repair_tracker
 from megatron.bdlm.model.builder import BlockDiffusionModelConfig
 from megatron.bdlm.training import dry_run, hooks, step
 from megatron.bdlm.training.arguments import parse_arguments
+from megatron.bdlm.training.json_log import JsonLog
 from megatron.bdlm.training.options import check_start, print_options, write_options
 
 
@@ -45,6 +46,8 @@ def prepare(group: type | None = None) -> Any:
     model_config.candidate_tokens = args.bdlm_candidate_tokens
     model_config.tokenizer_tokens = args.bdlm_tokenizer_vocab_size
     hooks.install(step.processed_rows)
+    if config.bdlm_json_log and args.rank == args.world_size - 1:  # the rank that has losses and writes TensorBoard's events
+        hooks.install_json_log(JsonLog(config.bdlm_json_log))
     return pretrain_cfg_container_from_args(args, model_config)
 
 

@@ -31,6 +31,7 @@ from megatron.bdlm.model.router import has_router_losses, has_router_statistics,
 from megatron.bdlm.objective.loss import GlobalCounts, ScoredRows, block_diffusion_loss, sample_counts, select_rows
 from megatron.bdlm.objective.targets import Targets, build_targets, target_blocks
 from megatron.bdlm.parallel.plan import SequencePlan
+from megatron.bdlm.platform.ranges import span, spanned
 from megatron.bdlm.training.hooks import RowCounter
 
 processed_rows = RowCounter()
@@ -80,12 +81,14 @@ def validation_config(config: BDLMConfig) -> BDLMConfig:
     )
 
 
+@spanned("bdlm/batch")
 def next_batch(data_iterator: Iterator[Sample], model: Any) -> Batch:
     """The next micro-batch of `data_iterator` for `model`, a pipeline stage (wrapped or not)."""
     stage = unwrap_model(model)
     training = model.training
     config = training_config(stage.bdlm, get_args().curr_iteration) if training else validation_config(stage.bdlm)
-    stacked, global_counts = _next_samples(data_iterator, stage, config, training)
+    with span("bdlm/data"):
+        stacked, global_counts = _next_samples(data_iterator, stage, config, training)
     samples = _unstack(stacked)
     plan = _plan_of(samples, config, stage.config)
     noised = [_noised(sample, stage, config, training) for sample in samples]
@@ -163,6 +166,7 @@ def _layout(sample: ArraySample, config: BDLMConfig) -> _Layout:
     return _Layout(documents, restarts, None if len(targets) == len(starts) else tuple(targets.tolist()))
 
 
+@spanned("bdlm/noise")
 def _noised(sample: ArraySample, stage: Any, config: BDLMConfig, training: bool) -> Noised:
     documents, restarts = _documents(sample, config.bdlm_block_size), _restarts(sample)
     starts = block_starts_of(len(sample["tokens"]), config.bdlm_block_size, documents, restarts) if restarts else None
@@ -187,6 +191,7 @@ def _self_conditioned(samples: list[ArraySample], config: BDLMConfig, training: 
     return torch.tensor(chosen) if any(chosen) or parallel_state.get_expert_model_parallel_world_size() > 1 else None
 
 
+@spanned("bdlm/targets")
 def _targets(sample: ArraySample, noised: Noised, config: BDLMConfig) -> Targets:
     clean = None
     if config.bdlm_clean_loss_tokens == "all":
@@ -200,6 +205,7 @@ def _global_rows(sample: ArraySample, noised: Noised) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([noised.xt.reshape(-1), sample["tokens"]]))
 
 
+@spanned("bdlm/plan")
 def _plan_of(samples: list[ArraySample], config: BDLMConfig, model_config: Any) -> SequencePlan:
     """The plan that every sample of the micro-batch shares.
 

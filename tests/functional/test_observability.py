@@ -1,0 +1,86 @@
+"""One run that logs everywhere: TensorBoard, W&B, lines of JSON, a trace a rank; then a resume that appends."""
+
+import json
+import os
+
+import pytest
+
+from megatron.bdlm.platform.ranges import RANGES
+from megatron.bdlm.testing.topologies import toy_flags
+from megatron.bdlm.testing.training_run import launch
+from megatron.bdlm.training.json_log import FIELDS, read_lines
+from megatron.bdlm.training.traces import read_trace
+from tests.test_public_names import LOGGED, VALIDATION_METRICS
+
+STAND_IN_FOR_WANDB = '''
+import json
+def init(**settings):
+    open(settings["dir"] + "/log.jsonl", "a").close()
+    globals()["folder"] = settings["dir"]
+def log(values, step):
+    with open(folder + "/log.jsonl", "a") as file:
+        file.write(json.dumps([step, sorted(values)]) + "\\n")
+'''
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("observed")
+    (folder / "wandb.py").write_text(STAND_IN_FOR_WANDB)
+    (folder / "logs").mkdir()
+    log, save = str(folder / "logs" / "run.jsonl"), str(folder / "checkpoint")
+    common = ["--bdlm-json-log", log, "--save", save, "--load", save, "--train-iters", "3", "--eval-interval", "2"]
+    first = launch(
+        "pretrain_bdlm.py",
+        toy_flags(
+            3, *common, "--context-parallel-size", "2", "--save-interval", "2", "--exit-interval", "2", "--wandb-project", "p",
+            "--wandb-exp-name", "e", "--wandb-save-dir", str(folder), "--profile", "--use-pytorch-profiler",
+            "--profile-step-start", "1", "--profile-step-end", "2",
+        ),
+        processes=2, folder=folder, PYTHONPATH=f"{folder}:{os.environ.get('PYTHONPATH', '')}",
+    )
+    with open(log, "a") as file:
+        file.write('{"time": "2026-')  # what a kill leaves of a line
+    second = launch("pretrain_bdlm.py", toy_flags(3, *common, "--save-interval", "9"), processes=1, folder=folder / "second")
+    return folder, first, second
+
+
+def test_names_in_tensorboard_are_the_documented_ones(runs):
+    _, first, _ = runs
+    names = {name for name in first.scalars if not name.endswith(" vs samples")}
+    assert names - {name for name in names if name.startswith("nelbo t ")} == LOGGED | VALIDATION_METRICS
+    assert {name for name in names if name.startswith("nelbo t ")}
+
+
+def test_wandb_gets_the_same_names(runs):
+    folder, first, _ = runs
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    names = {name for _, values in lines for name in values}
+    assert names - {"samples vs steps"} == {name for name in first.scalars if not name.endswith(" vs samples")}
+
+
+def test_lines_of_json_are_what_tensorboard_has(runs):
+    folder, first, second = runs
+    lines = read_lines(folder / "logs" / "run.jsonl")
+    assert [(line["kind"], line["iteration"]) for line in lines] == [
+        ("start", 0), ("train", 1), ("train", 2), ("validation", 2), ("start", 2), ("train", 3), ("validation", 3), ("test", 3),
+    ]
+    assert [line["world size"] for line in lines if line["kind"] == "start"] == [2, 1]
+    for line in lines:
+        assert tuple(line)[:4] == FIELDS and line["consumed samples"] == 4 * line["iteration"]
+        run = second if line["iteration"] == 3 or line is lines[4] else first
+        for name, value in line.items():
+            if name not in (*FIELDS, "world size") and not (line["kind"] == "validation" and line["iteration"] == 3):
+                assert value == pytest.approx(run.scalars[name][line["iteration"]], rel=1e-6), (line["kind"], name)
+    assert set(lines[1]) - set(FIELDS) >= LOGGED
+    assert set(lines[3]) - set(FIELDS) == VALIDATION_METRICS
+
+
+def test_every_rank_has_a_trace_with_every_range(runs):
+    folder, _, _ = runs
+    for rank in (0, 1):
+        totals = read_trace(folder / "torch_profile" / f"rank-{rank}.json.gz")
+        assert set(totals) == set(RANGES)
+        assert totals["bdlm/step"].calls == 1 and totals["bdlm/batch"].calls == 4  # one iteration of four micro-batches
+        assert totals["bdlm/attention"].calls == totals["bdlm/attention backward"].calls == 4 * 4  # and four layers
+        assert totals["bdlm/step"].seconds > totals["bdlm/attention"].seconds > totals["bdlm/tiles"].seconds > 0
