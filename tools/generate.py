@@ -179,9 +179,8 @@ def main() -> int:
     if first:
         print(f"{source.name}, block size {source.rules.block_size}, label shift {source.rules.label_shift}", file=sys.stderr)
         for number, sequence in enumerate(result.sequences):
-            tokens = [t for t in (*sequence.prompt, *sequence.tokens) if t not in options.eos_token_ids]
             print(f"--- prompt {number}: {len(sequence.prompt)} tokens, {len(sequence.tokens)} new ({sequence.finish})")
-            print(source.decode(tokens))
+            print(source.decode(sequence.shown(options.eos_token_ids)))
         print("---")
         print(report(result.statistics))
     torch.distributed.destroy_process_group()

@@ -332,10 +332,14 @@ class BDLMConfig:
         """The attention strategy and block-parallel size K for P = `context_parallel_size` ranks.
 
         Raises:
-            BDLMConfigError: K does not divide P, or the strategy contradicts K.
+            BDLMConfigError: K does not divide P, the strategy contradicts K, or hybrid without K.
         """
         size = context_parallel_size
         slots = self.block_parallel_size
+        if slots is None and self.bdlm_strategy == "hybrid":
+            between = next((f"--block-parallel-size {k}" for k in range(2, size) if size % k == 0), "csbp")
+            rule = f"it needs a --block-parallel-size, a divisor between 1 and --context-parallel-size {size}"
+            _require(False, "--bdlm-strategy", "hybrid", rule, between)
         if slots is None:
             slots = 1 if self.bdlm_strategy == "cp" else size
         _require(

@@ -14,6 +14,10 @@ from tests.test_public_names import LOGGED, VALIDATION_METRICS
 
 STAND_IN_FOR_WANDB = '''
 import json
+from unittest.mock import MagicMock
+
+run, Artifact, finish = MagicMock(), MagicMock(), MagicMock()
+
 def init(**settings):
     open(settings["dir"] + "/log.jsonl", "a").close()
     globals()["folder"] = settings["dir"]

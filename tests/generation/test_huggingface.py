@@ -18,7 +18,7 @@ from tests.checkpoint.tiny import LENGTH, MODELS, logits, make_model, save_model
 
 OPTIONS = dict(
     block_size=4, mask_token_id=99, label_shift="none", clean_attention="block-causal", noisy_attention="bidirectional",
-    keep_mask_logit=False, candidate_tokens=100,
+    keep_mask_logit=False, candidate_tokens=100, corruption="absorbing",
 )
 DEVICE = torch.device("cpu")
 
@@ -67,6 +67,11 @@ def test_a_folder_that_is_no_export_is_refused(folder, tmp_path):
     path = folder("llama", block_size="four")
     with pytest.raises(huggingface.FolderError, match="no valid block_size; it is no export"):
         huggingface.block_rules(path)
+
+
+def test_a_model_that_never_saw_masks_is_refused(folder):
+    with pytest.raises(huggingface.FolderError, match="config.json says corruption uniform; the sampler fills masks"):
+        huggingface.block_rules(folder("llama", corruption="uniform"))
 
 
 def test_missing_tensors_are_named(folder):

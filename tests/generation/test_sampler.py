@@ -117,6 +117,7 @@ def test_end_of_text_inside_a_block_stops(shift):
     result = sample(rigged(text, shift), [[1, 2, 3]], rules(label_shift=shift), options)
     assert result.sequences[0].tokens == (4, 5, 6, 0)
     assert result.sequences[0].finish == "eos"
+    assert result.sequences[0].shown((0,)) == [1, 2, 3, 4, 5, 6]
 
 
 def test_tokens_before_an_early_end_of_text_are_still_sampled():
@@ -132,6 +133,7 @@ def test_an_end_of_text_in_the_prompt_does_not_stop():
     result = sample(rigged(text), [[0, 2]], rules(), SamplingOptions(max_new_tokens=4, eos_token_ids=(0,)))
     assert result.sequences[0].tokens == (3, 4, 5, 6)
     assert result.sequences[0].finish == "length"
+    assert result.sequences[0].shown((0,)) == [0, 2, 3, 4, 5, 6]  # what the prompt holds is shown
 
 
 @pytest.mark.parametrize(

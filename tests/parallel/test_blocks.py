@@ -61,8 +61,8 @@ def test_area_counts_visible_pairs(causal):
     [
         (dict(seq_length=0, block_size=4), "--seq-length 0: .* A legal value: 4096"),
         (dict(seq_length=8, block_size=0), "--bdlm-block-size 0: .* A legal value: 32"),
-        (dict(seq_length=8, block_size=4, documents=(5, 4)), "2 lengths that sum to 9: .* --seq-length 8"),
-        (dict(seq_length=8, block_size=4, documents=(9, -1)), "not negative"),
+        (dict(seq_length=8, block_size=4, documents=(5, 4)), "2 lengths that sum to 9; .* --seq-length 8. A legal value: 8"),
+        (dict(seq_length=8, block_size=4, documents=(9, -1)), "2 lengths with a length of -1; none may be negative, .* A legal value: 8"),
         (dict(seq_length=8, block_size=4, block_origin=-1), "block_origin -1: .* A legal value: 0"),
         (dict(seq_length=8, block_size=4, documents=(3, 5), block_origin=(1,)), "one per document"),
         (dict(seq_length=8, block_size=4, block_restarts=(8,)), r"block_restarts \[8\]: .* --seq-length 8"),

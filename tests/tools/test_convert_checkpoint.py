@@ -91,6 +91,7 @@ def test_export_of_the_trained_model(folder):
         noisy_attention="bidirectional",
         keep_mask_logit=True,
         candidate_tokens=101,
+        corruption="absorbing",
         vocab_size=101,
         model_type="qwen3",
         tie_word_embeddings=True,

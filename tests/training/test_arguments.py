@@ -153,6 +153,8 @@ def test_refused_options(values, message):
         (dict(block_parallel_size=3), 4, "--block-parallel-size 3: it must divide --context-parallel-size 4. A legal value: 4"),
         (dict(block_parallel_size=2, bdlm_strategy="csbp"), 4, "--bdlm-strategy csbp: .* means hybrid"),
         (dict(block_parallel_size=4, bdlm_strategy="cp"), 4, "--bdlm-strategy cp: .* means csbp"),
+        (dict(bdlm_strategy="hybrid"), 4, "--bdlm-strategy hybrid: it needs a --block-parallel-size, .* A legal value: --block-parallel-size 2"),
+        (dict(bdlm_strategy="hybrid"), 3, "--bdlm-strategy hybrid: .* A legal value: csbp"),
     ],
 )
 def test_refused_strategies(values, ranks, message):

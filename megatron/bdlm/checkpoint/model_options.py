@@ -26,6 +26,7 @@ BDLM_KEYS = {
     "noisy_attention": "bdlm_noisy_attention",
     "keep_mask_logit": "bdlm_keep_mask_logit",
     "candidate_tokens": "bdlm_candidate_tokens",
+    "corruption": "bdlm_corruption",
 }
 """Keys that an exported config.json has for a block diffusion model, and the arguments that they come from."""
 

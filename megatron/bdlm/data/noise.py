@@ -58,7 +58,7 @@ def corrupt(
     eligible: np.ndarray,
     config: BDLMConfig,
     seed: int = 1234,
-    sample_index: int = 17,
+    sample_index: int = 0,
     epoch: int = 0,
     *,
     block_starts: Optional[Sequence[int]] = None,

@@ -22,7 +22,7 @@ from megatron.bdlm.generation.rows import BlockRules, SamplingParams
 ATTENTION = "bdlm_sampling"
 """Name of our attention function in `transformers`; it builds no mask for a name that it does not know one for."""
 
-_KINDS = {"label_shift": str, "clean_attention": str, "noisy_attention": str, "keep_mask_logit": bool}
+_KINDS = {"label_shift": str, "clean_attention": str, "noisy_attention": str, "corruption": str, "keep_mask_logit": bool}
 
 RULES = {name: _KINDS.get(name, int) for name in BDLM_KEYS}
 """Keys of config.json that an export has for a block diffusion model, and their types."""
@@ -36,7 +36,8 @@ def block_rules(folder: Path) -> BlockRules:
     """What an exported folder's config.json fixes.
 
     Raises:
-        FolderError: no such file, or keys that an export of this project has are missing or of another type.
+        FolderError: no such file, keys that an export of this project has are missing or of another type, or a corruption
+            that block by block unmasking does not serve.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -49,6 +50,12 @@ def block_rules(folder: Path) -> BlockRules:
             "(`tools/convert_checkpoint.py export` writes them)"
         )
     values = {name: config[name] for name in RULES}
+    corruption = values.pop("corruption")
+    if corruption != "absorbing":
+        raise FolderError(
+            f"--hf {folder}: config.json says corruption {corruption}; the sampler fills masks, which this model never saw. "
+            "A legal value: absorbing (in training)"
+        )
     return BlockRules(vocab_size=values.pop("candidate_tokens"), **values)
 
 

@@ -43,6 +43,10 @@ class SampledSequence:
     commits: tuple[int, ...]
     """Tokens committed in each denoising step."""
 
+    def shown(self, end_tokens: Sequence[int]) -> list[int]:
+        """The prompt as it was given, then the new tokens without end-of-text."""
+        return [*self.prompt, *(token for token in self.tokens if token not in end_tokens)]
+
 
 @dataclass
 class SamplingStatistics:

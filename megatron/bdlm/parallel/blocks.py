@@ -105,9 +105,11 @@ def _document_lengths(seq_length: int, block_size: int, documents: Optional[Sequ
         raise PlanError(f"--bdlm-block-size {block_size}: a block holds at least one token. A legal value: 32")
     lengths = np.asarray([seq_length] if documents is None else documents, np.int64)
     if lengths.ndim != 1 or (lengths < 0).any() or lengths.sum() != seq_length:
+        negative = [int(length) for length in lengths.flat if length < 0]
+        wrong = f"with a length of {negative[0]}" if negative else f"that sum to {int(lengths.sum())}"
         raise PlanError(
-            f"documents: {len(lengths)} lengths that sum to {int(lengths.sum())}: lengths are not negative and "
-            f"sum to --seq-length {seq_length}"
+            f"documents: {lengths.size} lengths {wrong}; none may be negative, and their sum must be --seq-length {seq_length}. "
+            f"A legal value: {seq_length}"
         )
     return lengths
 
