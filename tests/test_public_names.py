@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from pathlib import Path
 
 import torch
 
@@ -17,6 +18,7 @@ from megatron.bdlm.objective.targets import build_targets  # noqa: E402
 from megatron.bdlm.parallel import state  # noqa: E402
 from megatron.bdlm.parallel.exchange import TRANSPORTS, traffic  # noqa: E402
 from megatron.bdlm.parallel.plan import SequencePlan  # noqa: E402
+from megatron.bdlm.platform.ranges import RANGES  # noqa: E402
 from megatron.bdlm.testing.oracle import dense_block_diffusion_attention  # noqa: E402
 from megatron.bdlm.training.expert_load import load_metrics  # noqa: E402
 from tools.flags_reference import GROUPS, TARGET, flag_of, reference  # noqa: E402
@@ -79,6 +81,21 @@ def test_metric_names():
 
 def test_metric_names_of_experts():
     assert set(load_metrics(torch.ones(1, 2, 4))) == LOAD_METRICS
+
+
+def test_operations_page_lists_every_logged_name_and_range():
+    page = (Path(__file__).resolve().parents[1] / "docs" / "operations.md").read_text()
+    several = {name for name in METRICS if name.startswith("nelbo t ")} - {"nelbo t 0.0-0.1", "nelbo t 0.9-1.0"}  # `first` .. `last`
+    assert not {name for name in (METRICS | LOGGED | LOAD_METRICS | VALIDATION_METRICS) - several if f"`{name}`" not in page}
+    assert all(f"| `{name}` | {meaning} |" in page for name, meaning in RANGES.items())
+
+
+def test_ranges():
+    assert set(RANGES) == {
+        "bdlm/step", "bdlm/batch", "bdlm/data", "bdlm/noise", "bdlm/plan", "bdlm/targets", "bdlm/attention", "bdlm/attention backward",
+        "bdlm/exchange", "bdlm/exchange wait", "bdlm/tiles", "bdlm/tiles backward", "bdlm/cross entropy", "bdlm/cross entropy backward",
+        "bdlm/loss", "bdlm/reduction", "bdlm/optimizer",
+    }
 
 
 def test_transports():

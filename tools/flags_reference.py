@@ -84,6 +84,7 @@ def reference() -> str:
     for name, values in RECIPES.items():
         shown = " ".join(f"`--{key.replace('_', '-')}{'' if value is True else f' {value}'}`" for key, value in values.items())
         lines.append(f"| `{name}` | {shown} |")
+    lines += ["", "## What this page does not list", "", "Megatron's own flags (`python pretrain_bdlm.py --help`), and those of the tools (`--help` of each)."]
     return "\n".join(lines) + "\n"
 
 
