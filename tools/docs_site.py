@@ -15,7 +15,7 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
-LINK = re.compile(r"(\]\()([^)\s]+)(\))")
+LINK = re.compile(r"(\[[^\]]*\])\(([^)\s]+)\)")  # [text] and target; a picture in a link: its own
 FENCE = re.compile(r"(^```.*?^```$)", re.M | re.S)
 ALWAYS = ("README.md", "CONTRIBUTING.md")
 
@@ -32,21 +32,21 @@ def site_path(repository_path: str) -> str:
 def local_links(page: str) -> list[str]:
     """Files of the repository that a page links to."""
     text = FENCE.sub("", (ROOT / page).read_text())
-    found = [_target(page, link) for _, link, _ in LINK.findall(text)]
+    found = [_target(page, link) for _, link in LINK.findall(text)]
     return [target for target in dict.fromkeys(found) if target is not None]
 
 
 def rewritten(text: str, page: str) -> str:
-    """The page's text with links as the site has them; code blocks are left alone."""
+    """The page's text with links as the site has them, those to folders as their text; code blocks are left alone."""
     here = posixpath.dirname(site_path(page))
 
     def link(match: re.Match) -> str:
         target, _, anchor = match[2].partition("#")
         path = _target(page, match[2]) if target else None
         if path is None:
-            return match[0]
+            return match[0] if not _is_folder(page, target) else match[1][1:-1]
         place = posixpath.relpath(site_path(path), here or ".")
-        return f"{match[1]}{place}{'#' + anchor if anchor else ''}{match[3]}"
+        return f"{match[1]}({place}{'#' + anchor if anchor else ''})"
 
     parts = FENCE.split(text)
     return "".join(part if FENCE.fullmatch(part) else LINK.sub(link, part) for part in parts)
@@ -59,6 +59,10 @@ def _target(page: str, link: str) -> str | None:
         return None
     target = posixpath.normpath(posixpath.join(posixpath.dirname(page), path))
     return target if (ROOT / target).is_file() else None
+
+
+def _is_folder(page: str, target: str) -> bool:
+    return bool(target) and ":" not in target and (ROOT / posixpath.dirname(page) / target).is_dir()
 
 
 # ---- the hooks ---------------------------------------------------------------------------------------
