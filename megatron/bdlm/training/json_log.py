@@ -29,6 +29,9 @@ FIELDS = ("time", "kind", "iteration", "consumed samples")
 
 KINDS = ("start", "train", "validation", "test")
 
+LONGEST_LINE = 2**20
+"""Bytes; more than any line of a run needs."""
+
 _AGAINST_SAMPLES = " vs samples"  # the engine logs every scalar a second time, over samples instead of iterations
 
 
@@ -95,11 +98,12 @@ class JsonLog:
 
     def _cut_torn_line(self) -> int:
         """Remove the end of a line that was never finished; returns the size of what stays."""
-        content = self.path.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        for part in (content[:1], content[whole : whole + 1]):
-            if part not in (b"", b"{"):
-                raise BDLMConfigError(f"{FLAG} {self.path}: it holds something else than lines of JSON. A legal value: a new file")
+        size = os.fstat(self._file).st_size
+        last = os.pread(self._file, LONGEST_LINE, max(0, size - LONGEST_LINE))
+        end = last.rfind(b"\n") + 1
+        whole = size - len(last) + end
+        if os.pread(self._file, 1, 0) not in (b"", b"{") or last[end : end + 1] not in (b"", b"{") or (end == 0 and whole > 0):
+            raise BDLMConfigError(f"{FLAG} {self.path}: it holds something else than lines of JSON. A legal value: a new file")
         os.ftruncate(self._file, whole)
         return whole
 
