@@ -391,7 +391,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         bdlm_label_shift="next", bdlm_t_min=1.0, bdlm_t_max=1.0, bdlm_clean_loss_weight=0.2,
     ),
     "diffusion-gemma": dict(
-        bdlm_block_size=256, bdlm_clean_attention="token-causal", bdlm_corruption="uniform", bdlm_noise_eps=0.0,
+        bdlm_clean_attention="token-causal", bdlm_corruption="uniform", bdlm_noise_eps=0.0,
         bdlm_loss_weight="unit", bdlm_loss_denominator="block-mean", bdlm_clean_loss_weight=1.0, bdlm_clean_loss_tokens="all", bdlm_keep_mask_logit=True,
         bdlm_self_conditioning=0.5, bdlm_freeze_router=True,
     ),

@@ -35,7 +35,7 @@ TENSOR_OPTIONS = (
 
 NUMERIC_OPTIONS = (
     "layernorm_epsilon", "rotary_base", "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling", "window_size", "window_attn_skip_freq", "position_embedding_type", "moe_router_topk",
+    "use_rope_scaling", "window_size", "window_attn_skip_freq", "position_embedding_type", "moe_router_load_balancing_type", "moe_router_topk",
     "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_num_groups",
     "moe_router_group_topk",
 )
