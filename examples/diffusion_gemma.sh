@@ -134,37 +134,41 @@ finetune() {
     fi
 }
 
-# The losses of a log, one line an iteration: "12 lm loss 5.1E+00 grad norm 0.31"
-losses() {
-    grep -E ' iteration +[0-9]+/' "$1" |
-        sed -E 's/.* iteration +([0-9]+)\/.*\| lm loss: ([0-9.E+-]+).*grad norm: ([0-9.]+).*/\1 lm loss \2 grad norm \3/'
-}
-
 stage "4/7 fine-tuning: context-sharded block parallelism on $NPROC processes"
-rm -rf -- "$RUN_DIR/checkpoints" "$RUN_DIR/resumed" "$RUN_DIR/exported"
-finetune "$RUN_DIR/train.log" --save "$RUN_DIR/checkpoints" --load "$RUN_DIR/checkpoints"
+rm -rf -- "$RUN_DIR/checkpoints" "$RUN_DIR/resumed" "$RUN_DIR/exported" "$RUN_DIR/tensorboard"
+finetune "$RUN_DIR/train.log" --save "$RUN_DIR/checkpoints" --load "$RUN_DIR/checkpoints" --tensorboard-dir "$RUN_DIR/tensorboard/train"
 
 stage "5/7 resume from iteration $HALF: the same losses, digit for digit"
 mkdir -p -- "$RUN_DIR/resumed"
 cp -r -- "$RUN_DIR/checkpoints/$(printf 'iter_%07d' "$HALF")" "$RUN_DIR/resumed/"
 printf '%s' "$HALF" >"$RUN_DIR/resumed/latest_checkpointed_iteration.txt"
-finetune "$RUN_DIR/resume.log" --load "$RUN_DIR/resumed"
-diff <(losses "$RUN_DIR/train.log" | awk -v half="$HALF" '$1 > half') <(losses "$RUN_DIR/resume.log")
-echo "iterations $((HALF + 1)) to $TRAIN_ITERS: identical"
+finetune "$RUN_DIR/resume.log" --load "$RUN_DIR/resumed" --tensorboard-dir "$RUN_DIR/tensorboard/resume"
+python - "$RUN_DIR/tensorboard" "$HALF" <<'PYTHON'
+import sys
+from pathlib import Path
+from megatron.bdlm.testing.training_run import read_scalars
+
+folder, half = Path(sys.argv[1]), int(sys.argv[2])
+whole, resumed = (read_scalars(folder / name) for name in ("train", "resume"))
+for name in ("lm loss", "grad-norm"):
+    wanted = {step: value for step, value in whole[name].items() if step > half}
+    assert wanted and resumed[name] == wanted, (name, wanted, resumed[name])
+print(f"iterations {half + 1} to {max(whole['lm loss'])}: the same loss and gradient norm, bit by bit")
+PYTHON
 
 stage "6/7 export"
 python tools/convert_checkpoint.py export --load "$RUN_DIR/checkpoints" --save "$RUN_DIR/exported"
 
 stage "7/7 loss, and transformers' generate from the export"
-losses "$RUN_DIR/train.log" >"$RUN_DIR/losses.txt"
 python - "$RUN_DIR" <<'PYTHON'
 import sys
 from pathlib import Path
 import torch
 from transformers import AutoTokenizer, DiffusionGemmaForBlockDiffusion
+from megatron.bdlm.testing.training_run import read_scalars
 
 folder = Path(sys.argv[1])
-values = [float(line.split()[3]) for line in (folder / "losses.txt").read_text().splitlines()]
+values = [value for _, value in sorted(read_scalars(folder / "tensorboard" / "train")["lm loss"].items())]
 part = max(1, len(values) // 5)
 before, after = sum(values[:part]) / part, sum(values[-part:]) / part
 print(f"loss (noisy rows and next tokens): {before:.3f} over the first {part} iterations, {after:.3f} over the last {part}")
