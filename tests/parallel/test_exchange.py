@@ -273,6 +273,7 @@ def test_ranks_per_node_must_divide_the_group(monkeypatch, environment, argument
     monkeypatch.setattr(E.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(E.dist, "get_world_size", lambda group: 4)
     monkeypatch.setattr(E.dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(E, "exchange_group", lambda group: group)
     if environment:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", environment)
     with pytest.raises(E.ExchangeError, match=message):

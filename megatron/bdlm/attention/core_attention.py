@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron.bdlm.attention.functional import block_diffusion_attention
+from megatron.bdlm.parallel.device import to_device
 from megatron.bdlm.parallel.plan import SequencePlan
 
 
@@ -67,7 +68,8 @@ class BlockDiffusionParams(PackedSeqParams):
         """Parameters of the rows of `plan` on this rank."""
         return cls(
             qkv_format="sbhd", max_seqlen_q=plan.seq_length, max_seqlen_kv=plan.seq_length, plan=plan,
-            position_ids=plan.position_ids.to(device), is_clean=plan.is_clean.to(device), group=group, options=options, final_rows=final_rows,
+            position_ids=to_device(plan.position_ids, device), is_clean=to_device(plan.is_clean, device), group=group, options=options,
+            final_rows=final_rows,
         )
 
     def attend(

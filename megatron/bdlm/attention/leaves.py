@@ -18,6 +18,7 @@ from dataclasses import replace
 import torch
 
 from megatron.bdlm.attention.tiles import Spaced, Tile
+from megatron.bdlm.parallel.device import to_device
 
 LEAF_PAIRS = 64 * 64  # (query row, key) pairs of a leaf at most
 DIAGONAL_ROWS = 16  # adjacent own-block squares are joined up to this many rows
@@ -124,4 +125,4 @@ def _join_squares(tile: Tile, g: int, device: torch.device) -> list[Tile]:
 def _mask(visible: torch.Tensor, g: int, device: torch.device) -> torch.Tensor:
     """Additive mask [rows * g, keys] of a leaf: 0 where visible, -inf elsewhere."""
     mask = torch.zeros(visible.shape).masked_fill(~visible, float("-inf"))
-    return mask.repeat_interleave(g, 0).to(device)
+    return to_device(mask.repeat_interleave(g, 0), device)

@@ -27,6 +27,7 @@ from torch.nn.functional import logsigmoid
 
 from megatron.bdlm.attention.diagonal_tile import DiagonalTile
 from megatron.bdlm.attention.kernels.base import AttentionKernel
+from megatron.bdlm.parallel.device import to_device
 from megatron.bdlm.platform.ranges import spanned
 
 GATHERED_PAIRS = 1 << 14  # below this many (query, key) pairs a lone rectangle joins a gathered batch
@@ -76,7 +77,7 @@ class Scattered:
     @staticmethod
     def of(starts: Sequence[int], length: int, device: torch.device) -> "Scattered":
         rows = torch.tensor(starts)[:, None] + torch.arange(length)
-        return Scattered(rows.flatten().to(device), length)
+        return Scattered(to_device(rows.flatten(), device), length)
 
     def read(self, x: torch.Tensor) -> torch.Tensor:
         """Copy of the rows of x [rows, h, d] as [count, h, length, d]."""

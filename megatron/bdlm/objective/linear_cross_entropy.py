@@ -172,9 +172,17 @@ def _chunks(rows: int, chunk: int, vocabulary: _Vocabulary) -> Iterator[slice]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, vocabulary: _Vocabulary) -> Tensor:
-    """[c, v] in float32 (float64), the excluded token at minus infinity."""
-    logits = torch.mm(hidden, weight[: vocabulary.valid].t())
-    logits = softcapped(logits.to(torch.promote_types(logits.dtype, torch.float32)), vocabulary.softcap)
+    """[c, v] in float32 (float64), the excluded token at minus infinity.
+
+    A GPU multiplies 16-bit operands into a float32 result; a CPU rounds the products' sum to 16 bits first.
+    """
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    weight = weight[: vocabulary.valid].t()
+    if hidden.is_cuda and hidden.dtype != dtype:
+        logits = torch.mm(hidden, weight, out_dtype=dtype)
+    else:
+        logits = torch.mm(hidden, weight).to(dtype)
+    logits = softcapped(logits, vocabulary.softcap)
     if vocabulary.excluded is not None:
         logits[:, vocabulary.excluded] = -torch.inf
     return logits

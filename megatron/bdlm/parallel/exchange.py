@@ -15,7 +15,8 @@ In backward the gradient that the loop body leaves in `arrival.gradient` goes ba
 for the next piece, and is summed there in float32 (float64 for float64 inputs); `wire_dtype` concerns the wire only.
 
 Every rank runs the same steps in the same order, sends and receives of a step in one batch, so that neither gloo nor
-NCCL can deadlock. A wait blocks the host with gloo; with NCCL it is a dependency of the current stream.
+NCCL can deadlock. A wait blocks the host with gloo; with NCCL, where the exchange has a group of its own (`device`), it
+is a dependency of the current stream.
 Counters: `traffic()`.
 """
 
@@ -30,6 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron.bdlm.parallel.device import exchange_group, to_device
 from megatron.bdlm.platform.ranges import span
 
 TRANSPORTS = ("auto", "direct", "hierarchical", "ring", "allgather")
@@ -62,7 +64,7 @@ def traffic() -> dict[str, dict[str, int]]:
 
 @dataclass
 class Pending:
-    """Transfers under way, and the tensors that must live until they are done."""
+    """Transfers under way, and the tensors that must live until they are done (on a GPU: until the stream waits)."""
 
     works: list = field(default_factory=list)
     tensors: tuple = ()
@@ -102,7 +104,7 @@ class Link:
         on_node = min(ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", size)), size)
         if on_node < 1 or size % on_node:
             raise ExchangeError(f"{flag} {on_node}: must divide --context-parallel-size {size}; a legal value: {size}")
-        return Link(group, dist.get_rank(group), size, on_node)
+        return Link(exchange_group(group), dist.get_rank(group), size, on_node)
 
     def node(self, rank: int) -> int:
         return rank // self.ranks_per_node
@@ -146,7 +148,7 @@ class Rows:
             start = int(rows[0]) if self.count else 0
             self.where: slice | torch.Tensor = slice(start, start + self.count)
         else:
-            self.where = torch.as_tensor(rows, dtype=torch.int64).to(device)
+            self.where = to_device(torch.as_tensor(rows, dtype=torch.int64), device)
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         return x[self.where] if isinstance(self.where, slice) else x.index_select(0, self.where)

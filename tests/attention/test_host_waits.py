@@ -1,0 +1,101 @@
+"""A step on a GPU never makes the host wait: shown without a GPU.
+
+The tensors are fake: they have a device, shapes and strides but no values (`torch._subclasses.FakeTensorMode`). So the
+GPU's way through the code runs to its end only if nothing asks for a value (`.item()`, a boolean index, `nonzero`);
+a mode beside it refuses copies that the host would wait for.
+"""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.bdlm.attention import functional
+from megatron.bdlm.attention.functional import block_diffusion_attention
+from megatron.bdlm.objective.linear_cross_entropy import linear_cross_entropy
+from megatron.bdlm.parallel.exchange import Link, Pending
+from megatron.bdlm.parallel.plan import SequencePlan
+
+
+class HostWaits(TorchDispatchMode):
+    """Fails at a copy between CPU and GPU that is not asynchronous; counts the operators it saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self.seen += 1
+        given = [x.device.type for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        to = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
+        copies = func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.copy_)
+        if copies and not kwargs.get("non_blocking"):
+            places = {*given, to} - {None}
+            assert places == {places.pop()}, f"{func} between {given} and {to}: the host waits for it"
+        return func(*args, **kwargs)
+
+
+class SilentLink(Link):
+    """Notes its transfers and moves nothing."""
+
+    def transfer(self, sends, receives, direction, tag):
+        assert all(x.is_contiguous() and x.is_cuda for x in (*sends.values(), *receives.values()))
+        return Pending()
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Fake CUDA tensors, pinned memory that is ordinary memory, a GPU of compute capability 9.0."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    with FakeTensorMode(allow_non_fake_inputs=True), HostWaits() as waits:
+        yield waits
+    assert waits.seen > 20
+
+
+CASES = {
+    "regular": dict(seq_length=256, block_size=32),
+    "S = 1, two views": dict(seq_length=64, block_size=1, views=2),
+    "packed documents": dict(seq_length=250, block_size=8, documents=[70, 131, 49]),
+    "token-causal": dict(seq_length=256, block_size=32, clean_attention="token-causal"),
+}
+
+
+@pytest.mark.parametrize("transport", ["direct", "ring", "hierarchical"])
+@pytest.mark.parametrize("name", CASES)
+def test_attention_on_every_rank(gpu, name, transport, monkeypatch):
+    size = 1 if transport == "direct" and name == "regular" else 4
+    for rank in range(size):
+        link = SilentLink(None, rank, size, 2 if size == 4 else 1)
+        monkeypatch.setattr(functional.Link, "of", lambda *_: link)
+        plan = SequencePlan.build(**CASES[name], context_parallel_size=size, rank=rank)
+        q, k, v = (
+            torch.empty(plan.s_local, 1, heads, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            for heads in (4, 2, 2)
+        )
+        out = block_diffusion_attention(q, k, v, plan, transport=transport, kernel="torch")
+        gradients = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
+        assert out.is_cuda and [x.shape for x in gradients] == [x.shape for x in (q, k, v)]
+
+
+def test_cross_entropy_with_16_bit_inputs_sums_in_float32(gpu):
+    hidden, weight = (
+        torch.empty(*size, dtype=torch.bfloat16, device="cuda", requires_grad=True) for size in ((40, 16), (96, 16))
+    )
+    targets = torch.empty(40, dtype=torch.int64, device="cuda")
+    nll = linear_cross_entropy(hidden, weight, targets, chunk=16, excluded_token=5, vocab_size=90)
+    assert nll.dtype == torch.float32
+    assert [x.dtype for x in torch.autograd.grad(nll, (hidden, weight), torch.empty_like(nll))] == [torch.bfloat16] * 2
+
+
+def test_what_waits_is_caught(gpu):
+    x = torch.empty(30, device="cuda")
+    for _ in range(20):
+        x = x + 1
+    with pytest.raises(DataDependentOutputException):
+        x.sum().item()
+    with pytest.raises(AssertionError, match="the host waits for it"):
+        x.cpu()
+    with pytest.raises(AssertionError, match="the host waits for it"):
+        torch.zeros(3).to("cuda")
