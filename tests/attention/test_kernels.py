@@ -1,7 +1,10 @@
 """Kernel adapters: results where they run, signatures where they do not, and the choice between them."""
 
+import ast
+import importlib.util
 import inspect
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -253,20 +256,69 @@ def test_calls_fit_the_library_and_layouts_come_back_right(library, causal, monk
     assert recorder.calls
 
 
-@pytest.mark.parametrize(
-    ("module", "functions", "published"),
-    [
-        (flash_attn.VERSION_2, ("_flash_attn_forward", "_flash_attn_backward"), FA2),
-        (flash_attn.VERSION_3, ("_flash_attn_forward", "_flash_attn_backward"), FA3),
-        (transformer_engine.MODULE, ("fused_attn_fwd", "fused_attn_bwd"), TE_NEW),
-    ],
-)
-def test_published_signatures_are_those_of_the_installed_package(module, functions, published):
-    library = pytest.importorskip(module, reason=f"{module} is not installed, its published signature stands in")
-    for name in functions:
-        function = getattr(library, name)
-        function = getattr(function, "_init_fn", function)  # a custom operator keeps its Python function there
-        assert set(published[name].parameters) <= set(inspect.signature(function).parameters)
+PACKAGES = {
+    "flash_attn 2": flash_attn.VERSION_2,
+    "flash_attn 3": flash_attn.VERSION_3,
+    "transformer_engine": transformer_engine.MODULE,
+}
+
+
+def written_signatures(module: str, functions) -> dict[str, inspect.Signature] | str:
+    """Signatures as the installed package's Python file has them, or why there is none.
+
+    The file is read, not imported: the Python of these packages is there without the binary that only a GPU can use.
+    """
+    package, _, rest = module.partition(".")
+    found = importlib.util.find_spec(package)
+    if found is None:
+        return f"{package} is not installed: its calls are bound to the published signature only"
+    folders = found.submodule_search_locations
+    path = Path(folders[0], *rest.split(".")).with_suffix(".py") if folders else Path(found.origin)
+    if not path.is_file():
+        return f"{package} is installed without {path}: its calls are bound to the published signature only"
+    written = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef) and node.name in functions:
+            written[node.name] = signature_of(without_annotations(node.args))
+    return written
+
+
+def without_annotations(arguments: ast.arguments) -> str:
+    """The parameters as Python source, every default None."""
+    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+        argument.annotation = None
+    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
+    arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
+    return ast.unparse(arguments)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("library", PACKAGES)
+def test_calls_bind_to_the_installed_package(library, causal, monkeypatch):
+    """The same against the package's own signatures; the skip's reason names what could not be bound."""
+    make, module, published, answers, (d, dv) = LIBRARIES[library]
+    signatures = written_signatures(PACKAGES[library], published)
+    if isinstance(signatures, str):
+        pytest.skip(signatures)
+    assert set(signatures) == set(published)
+    recorder = Recorder(signatures, answers)
+    monkeypatch.setattr(module, "load", lambda *_: recorder)
+    q, k, v, dout = inputs(6, 6, d, dv)
+    for found, reference in zip(*(combined(kernel, q, k, v, dout, 0.4, causal) for kernel in (make(), MathKernel()))):
+        torch.testing.assert_close(found, reference, rtol=1e-12, atol=1e-13)
+    assert {name for name, _ in recorder.calls} == set(published)
+
+
+def test_signatures_are_read_from_a_package_that_does_not_import(tmp_path, monkeypatch):
+    folder = tmp_path / "half_installed" / "inner"
+    folder.mkdir(parents=True)
+    (folder / "file.py").write_text("import a_binary_for_gpus\n\ndef call(q: Tensor, k=DEFAULT, *, scale: float = 1.0): ...\n")
+    (tmp_path / "half_installed" / "__init__.py").write_text("import a_binary_for_gpus\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = written_signatures("half_installed.inner.file", ["call"])
+    assert str(found["call"]) == "(q, k=None, *, scale=None)"
+    assert "half_installed is installed without" in written_signatures("half_installed.other", ["call"])
+    assert "nowhere is not installed" in written_signatures("nowhere.file", ["call"])
 
 
 class SchemaOperator:
@@ -333,19 +385,6 @@ def test_torch_gpu_calls_fit_their_schemas(kernel, name, statistics, sizes, caus
         torch.testing.assert_close(found, reference, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kernel", kernels.PREFERENCE, ids=lambda kernel: type(kernel).__name__)
-def test_every_available_gpu_kernel_agrees_with_plain_products(kernel, causal):
-    q, k, v, dout = (x.cuda() for x in inputs(64, 64, 64, 64, torch.bfloat16))
-    refusal = kernel.refusal(KernelCase.of(q, v))
-    if refusal is not None:
-        pytest.skip(f"{type(kernel).__name__} {refusal}")
-    expected = combined(MathKernel(), *(x.double() for x in (q, k, v, dout)), 0.125, causal)
-    for found, reference in zip(combined(kernel, q, k, v, dout, 0.125, causal), expected):
-        torch.testing.assert_close(found.double(), reference, rtol=0, atol=0.05)
-
-
 # ---- the choice ------------------------------------------------------------------------------------------
 
 
@@ -379,6 +418,15 @@ def test_describe_says_what_was_passed_over_and_why():
     line = kernels.describe("auto", case("cuda", torch.float64, capability=(9, 0)))
     assert "TorchCudnnKernel serves float16 and bfloat16, not float64" in line
     assert "FlexKernel has no float64 version" in line
+
+
+def test_the_table_lists_every_adapter_in_order_and_marks_what_auto_takes():
+    for asked in (case(), case("cuda", torch.float64, capability=(9, 0))):
+        title, *lines = kernels.table(asked).splitlines()
+        assert str(asked) in title and len(lines) == len(kernels.PREFERENCE)
+        assert [line.split()[0] == "->" for line in lines].count(True) == 1
+        (marked,) = (line for line in lines if line.startswith("->"))
+        assert type(kernels.choose("auto", asked).kernel).__name__ in marked and "yes: " in marked
 
 
 def test_an_installed_flash_attention_3_comes_first_on_hopper(monkeypatch):

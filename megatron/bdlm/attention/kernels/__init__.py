@@ -62,6 +62,17 @@ def choose(name: str, case: KernelCase) -> Choice:
     )
 
 
+def table(case: KernelCase) -> str:
+    """What `auto` goes through for `case`, a line an adapter in its order; an arrow marks the one it takes."""
+    refusals = [(kernel, kernel.refusal(case)) for kernel in PREFERENCE]
+    taken = next((kernel for kernel, refusal in refusals if refusal is None), None)
+    lines = [f"attention kernels for {case}"]
+    for kernel, refusal in refusals:
+        mark, what = "->" if kernel is taken else "  ", f"no: {refusal}" if refusal else f"yes: {kernel.note}"
+        lines.append(f"{mark} {type(kernel).__name__:24} {kernel.name:18} {what}")
+    return "\n".join(lines)
+
+
 def describe(name: str, case: KernelCase) -> str:
     """One line for the log: what `name` picks for `case`, and why."""
     choice = choose(name, case)
