@@ -7,8 +7,8 @@ float32, first-order bounds on what is rounded to 16 bits, element by element (|
     dP    delta = rowsum(dout * out) takes over out's error                            E = |dout| . 3 u P |V|, a number a row
     dS    probabilities and dS itself                                                  e = s P E + 2 u |dS|
     dq    dS, a rectangle's dq, the sum of two rectangles                              e |K| + 2 u |dS| |K|
-    dk    dS, the result                                                               e^T |Q| + u |dS|^T |Q|
-    dv    probabilities, the result                                                    2 u P^T |dout|
+    dk    dS, the sums of two blocks of rows                                           e^T |Q| + 2 u |dS|^T |Q|
+    dv    probabilities, the sums of two blocks of rows                                3 u P^T |dout|
 
 The log-sum-exp is never rounded to 16 bits. `FLOAT32` covers sums and exponentials in float32.
 """
@@ -35,8 +35,8 @@ def exact_and_bounds(q, k, v, dout, scale, causal, dtype):
         off_out,
         torch.zeros_like(lse),
         off_ds @ k.abs() + 2 * u * ds.abs() @ k.abs(),
-        off_ds.mT @ q.abs() + u * ds.abs().mT @ q.abs(),
-        2 * u * p.mT @ dout.abs(),
+        off_ds.mT @ q.abs() + 2 * u * ds.abs().mT @ q.abs(),
+        3 * u * p.mT @ dout.abs(),
     )
     return exact, tuple(bound + FLOAT32 * value.abs().max() for bound, value in zip(bounds, exact))
 

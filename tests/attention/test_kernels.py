@@ -144,6 +144,18 @@ FA2 = {
         "softcap, alibi_slopes, deterministic, rng_state=None"
     ),
 }
+FA3_OLD = {  # as in the source package flash-attn 2.8.3
+    "_flash_attn_forward": signature_of(
+        "q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k, "
+        "max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary, "
+        "q_descale, k_descale, v_descale, softmax_scale, causal, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
+        "rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0"
+    ),
+    "_flash_attn_backward": signature_of(
+        "dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k, "
+        "dq, dk, dv, softmax_scale, causal, window_size=(-1, -1), softcap=0.0, deterministic=False, sm_margin=0"
+    ),
+}
 FA3 = {
     "_flash_attn_forward": signature_of(
         "q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, "
@@ -198,22 +210,18 @@ def math_backward(dout, q, k, v, out, lse, scale, causal):
     return tuple(x.transpose(1, 2) for x in gradients)
 
 
-def flash_answers(causal_name):
-    def backward(a):
-        found = math_backward(
-            a["dout"], a["q"], a["k"], a["v"], a["out"], a["softmax_lse"], a["softmax_scale"], a[causal_name]
-        )
-        for into, gradient in zip((a["dq"], a["dk"], a["dv"]), found):
-            into.copy_(gradient)
+def flash_forward(a):
+    return *math_forward(a["q"], a["k"], a["v"], a["softmax_scale"], a["causal"]), torch.empty(0), torch.empty(0)
 
-    return {
-        "_flash_attn_forward": lambda a: (
-            *math_forward(a["q"], a["k"], a["v"], a["softmax_scale"], a["causal"]),
-            torch.empty(0),
-            torch.empty(0),
-        ),
-        "_flash_attn_backward": backward,
-    }
+
+def flash_backward(a):
+    causal = a["is_causal"] if "is_causal" in a else a["causal"]
+    found = math_backward(a["dout"], a["q"], a["k"], a["v"], a["out"], a["softmax_lse"], a["softmax_scale"], causal)
+    for into, gradient in zip((a["dq"], a["dk"], a["dv"]), found):
+        into.copy_(gradient)
+
+
+FLASH_ANSWERS = {"_flash_attn_forward": flash_forward, "_flash_attn_backward": flash_backward}
 
 
 def te_forward(a):
@@ -229,8 +237,9 @@ def te_backward(a):
 
 TE_ANSWERS = {"fused_attn_fwd": te_forward, "fused_attn_bwd": te_backward}
 LIBRARIES = {
-    "flash_attn 2": (flash_attn.FlashAttention2Kernel, flash_attn, FA2, flash_answers("causal"), (8, 6)),
-    "flash_attn 3": (flash_attn.FlashAttention3Kernel, flash_attn, FA3, flash_answers("is_causal"), (8, 8)),
+    "flash_attn 2": (flash_attn.FlashAttention2Kernel, flash_attn, FA2, FLASH_ANSWERS, (8, 6)),
+    "flash_attn 3": (flash_attn.FlashAttention3Kernel, flash_attn, FA3, FLASH_ANSWERS, (8, 8)),
+    "flash_attn 3, older": (flash_attn.FlashAttention3Kernel, flash_attn, FA3_OLD, FLASH_ANSWERS, (8, 8)),
     "transformer_engine": (transformer_engine.TransformerEngineKernel, transformer_engine, TE_NEW, TE_ANSWERS, (8, 6)),
     "transformer_engine, older": (
         transformer_engine.TransformerEngineKernel,

@@ -2,10 +2,12 @@
 
 Both take `[n, rows, heads, d]` tensors of any stride with a contiguous last dimension, so the transposed views
 below copy nothing, and a log-sum-exp `[n, heads, rows]`. Signatures: `flash_attn/flash_attn_interface.py` and
-`hopper/flash_attn_interface.py` of github.com/Dao-AILab/flash-attention.
+`hopper/flash_attn_interface.py` of github.com/Dao-AILab/flash-attention. Version 3's changed on the way: its parameters
+had no defaults at first, and backward's `causal` became `is_causal`.
 """
 
 import importlib
+import inspect
 from functools import cache
 from types import ModuleType
 
@@ -71,16 +73,28 @@ class FlashAttention3Kernel(AttentionKernel):
 
     def forward(self, q, k, v, scale, causal, mask=None):
         q, k, v = (rows_first(x) for x in (q, k, v))
-        out, lse, _, _ = load(VERSION_3)._flash_attn_forward(q, k, v, softmax_scale=scale, causal=causal)
+        out, lse, *_ = _call(load(VERSION_3)._flash_attn_forward, q=q, k=k, v=v, softmax_scale=scale, causal=causal)
         return out.transpose(1, 2), lse
 
     def backward(self, dout, q, k, v, out, lse, scale, causal, mask=None):
         dout, q, k, v, out = (rows_first(x) for x in (dout, q, k, v, out))
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        load(VERSION_3)._flash_attn_backward(
-            dout, q, k, v, out, lse.contiguous(), dq=dq, dk=dk, dv=dv, softmax_scale=scale, is_causal=causal
-        )
+        _call(
+            load(VERSION_3)._flash_attn_backward,
+            dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse.contiguous(), dq=dq, dk=dk, dv=dv, softmax_scale=scale,
+            causal=causal,
+        )  # fmt: skip
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _call(function, **arguments):
+    """Call version 3's function under the names that the installed version has; what it wants beside that is None."""
+    # a custom operator keeps its Python function in `_init_fn`
+    parameters = inspect.signature(getattr(function, "_init_fn", function)).parameters
+    if "is_causal" in parameters:
+        arguments["is_causal"] = arguments.pop("causal")
+    wanted = {name: None for name, parameter in parameters.items() if parameter.default is parameter.empty}
+    return function(**{**wanted, **arguments})
 
 
 def rows_first(x: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ def load() -> ModuleType | str:
     """The library's module, or why it does not import."""
     try:
         return importlib.import_module(MODULE)
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: its Python is there, its library is not
         return f"transformer_engine does not import ({error})"
 
 
