@@ -52,6 +52,23 @@ def take_both_passes(function, monkeypatch) -> None:
     monkeypatch.setattr(function, "apply", apply)
 
 
+def note_launches(monkeypatch) -> list[str]:
+    """Triton launches nothing from now on and is noted: its tables and tensors must be on the GPU."""
+    launches = []
+    triton_diagonal = pytest.importorskip("megatron.bdlm.attention.kernels.triton_diagonal")
+
+    def note(name):
+        def launch(tables, *arguments):
+            assert tables.intervals.is_cuda
+            launches.append(name)
+
+        return launch
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(triton_diagonal, name, note(name))
+    return launches
+
+
 class SilentLink(Link):
     """Notes its transfers and moves nothing."""
 
@@ -82,6 +99,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_attention_forward_and_backward(gpu, name, transport, monkeypatch):
     take_both_passes(functional.BlockDiffusionAttention, monkeypatch)
+    launches = note_launches(monkeypatch)
     size = 1 if transport == "direct" and name == "regular" else 4
     for rank in {0, size - 1}:
         link = SilentLink(None, rank, size, 2 if size == 4 else 1)
@@ -91,6 +109,7 @@ def test_attention_forward_and_backward(gpu, name, transport, monkeypatch):
             torch.empty(plan.s_local, 1, heads, 64, dtype=torch.bfloat16, device="cuda") for heads in (4, 2, 2)
         )
         out, gradients = block_diffusion_attention(q, k, v, plan, transport=transport, kernel="torch")
+        assert launches.count("forward") == launches.count("backward") > 0
         assert out.is_cuda and [x.shape for x in gradients[:3]] == [x.shape for x in (q, k, v)]
 
 

@@ -16,6 +16,7 @@ from megatron.bdlm.attention import diagonal
 from megatron.bdlm.attention.kernels import KernelUnavailable
 from megatron.bdlm.attention.kernels.base import KernelCase
 from megatron.bdlm.parallel.batches import RectangleBatch
+from megatron.bdlm.parallel.device import to_device
 
 NAMES = ("auto", "triton", "dense")
 LARGEST_HEAD = 256
@@ -70,7 +71,7 @@ class DiagonalTile:
         if not len(table.tiles):
             return (), rest
         arrays = (table.intervals, table.tiles, table.key_tiles, table.seen_by)
-        on_device = (torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays)
+        on_device = (to_device(torch.from_numpy(np.ascontiguousarray(array)), device) for array in arrays)
         return (DiagonalTile(kernels.DeviceTables(*on_device, sizes, g)),), rest
 
     def attend(self, seen, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
