@@ -6,11 +6,14 @@ a mode beside it refuses copies that the host would wait for. (Torch's autograd 
 backward are called one after the other.)
 """
 
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._C import _len_torch_function_stack
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.overrides import _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.bdlm.attention import functional
@@ -18,6 +21,15 @@ from megatron.bdlm.attention.functional import block_diffusion_attention
 from megatron.bdlm.objective import linear_cross_entropy
 from megatron.bdlm.parallel.exchange import Link, Pending
 from megatron.bdlm.parallel.plan import SequencePlan
+
+
+@contextmanager
+def without_cpu_platform():
+    """The CPU platform, where another test has enabled it, would turn "cuda" into "cpu" (platform/cpu.py)."""
+    with ExitStack() as stack:
+        while _len_torch_function_stack():
+            stack.enter_context(_pop_mode_temporarily())
+        yield
 
 
 class HostWaits(TorchDispatchMode):
@@ -82,7 +94,7 @@ def gpu(monkeypatch):
     """Fake CUDA tensors, pinned memory that is ordinary memory, a GPU of compute capability 9.0."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    with FakeTensorMode(allow_non_fake_inputs=True), HostWaits() as waits:
+    with without_cpu_platform(), FakeTensorMode(allow_non_fake_inputs=True), HostWaits() as waits:
         yield waits
     assert waits.seen > 20
 
