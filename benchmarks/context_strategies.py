@@ -14,6 +14,10 @@ layer) is that of its slowest rank; figures are medians over rounds, ratios are 
 ceilings: its computation alone, its communication alone, and their maximum, which perfect overlap would reach. `exposed` is
 the step less its computation.
 
+Started by torchrun, on machines of its own, it emulates nothing and takes their links as they are (`multi_gpu.sh`):
+
+    torchrun --nproc-per-node 8 benchmarks/context_strategies.py --device cuda --length 262144 --query-heads 32 --key-heads 8 --head-size 128
+
 --device-rate FLOPS gives every rank a device of its own: attention tiles take as long as such a device needs, without doing the
 arithmetic (context_ways.DeviceKernel). Without it everything is computed by the cores, which ranks share.
 """
@@ -34,9 +38,11 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cluster import cluster, rate_for_ratio, set_rate  # noqa: E402
-from benchmarks.context_ways import BASELINES, WAYS, Shape, Way, bytes_of_step, make_way, use_device  # noqa: E402
+from benchmarks.context_ways import BASELINES, PLACE, WAYS, Shape, Way, bytes_of_step, make_way, use_device  # noqa: E402
 
 PARTS = ("step", "compute", "communicate")
+LOAD = os.getloadavg()[0]
+"""Of this machine before anything is measured."""
 
 
 # ---- on a rank ---------------------------------------------------------------------------------------
@@ -50,10 +56,13 @@ def slowest(seconds: float) -> float:
 
 
 def timed(way: Way, part: str) -> float:
-    """Seconds of the slowest rank from a common barrier."""
+    """Seconds of the slowest rank from a common barrier, the device's work included."""
+    wait = torch.cuda.synchronize if PLACE["device"] == "cuda" else lambda: None
+    wait()
     dist.barrier()
     start = time.perf_counter()
     getattr(way, part)()
+    wait()
     return slowest(time.perf_counter() - start)
 
 
@@ -96,7 +105,11 @@ def measure_on_rank(args: argparse.Namespace) -> None:
     """Body of a rank; rank 0 writes the result."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    dist.init_process_group("gloo")
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        PLACE.update(device="cuda", dtype=torch.bfloat16)
+    # figures are compared on the host; tensors of the device travel by NCCL
+    dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
     if args.device_rate:
         use_device(args.device_rate)
     shape = shape_of(args)
@@ -222,6 +235,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.0, 0.75, 1.5, 3.0])
     parser.add_argument("--rates", type=float, nargs="+", help="Mbit/s of a node's link instead of ratios (0: no limit)")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: bfloat16 over NCCL, started by torchrun")
     parser.add_argument("--device-rate", type=float, help="flop/s of a device for every rank (default: compute on the cores)")
     for field in dataclasses.fields(Shape):
         kind = int if field.default is None else type(field.default)
@@ -233,7 +247,22 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if "cp/ring" not in args.ways:
         parser.error(f"--ways {' '.join(args.ways)}: cp/ring defines the ratios. A legal value: cp/ring csbp/direct")
+    if args.device == "cuda" and not (torch.cuda.is_available() and "LOCAL_RANK" in os.environ):
+        parser.error("--device cuda: needs GPUs and torchrun (benchmarks/multi_gpu.sh). A legal value here: --device cpu")
     return args
+
+
+def measure_under_torchrun(args: argparse.Namespace) -> None:
+    """This process is a rank already, and the links are what they are; rank 0 reports."""
+    args.ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    args.nodes = int(os.environ["WORLD_SIZE"]) // args.ranks_per_node
+    args.rates = [0.0]
+    with tempfile.TemporaryDirectory() as folder:
+        args.worker = os.path.join(folder, "result.json")
+        measure_on_rank(args)
+        if os.environ["RANK"] == "0":
+            note = f"as it is: {torch.cuda.get_device_name()}, NCCL" if args.device == "cuda" else "as it is: gloo"
+            report(args, json.loads(Path(args.worker).read_text()), note)
 
 
 def main() -> None:
@@ -241,16 +270,24 @@ def main() -> None:
     if args.worker:
         measure_on_rank(args)
         return
-    load = os.getloadavg()[0]
+    if "LOCAL_RANK" in os.environ:
+        measure_under_torchrun(args)
+        return
     with tempfile.TemporaryDirectory() as folder, cluster(args.nodes, args.ranks_per_node) as machines:
         answer = os.path.join(folder, "result.json")
         # without an emulated network there is no rate to set
         ratios = [] if machines.emulated else ["--rates", "0"]
         machines.torchrun(__file__, [*sys.argv[1:], "--worker", answer, *ratios], args.timeout)
         raw = json.loads(Path(answer).read_text())
+    report(args, raw, machines.note)
+
+
+def report(args: argparse.Namespace, raw: dict, network: str) -> None:
+    """Print the figures of `raw`, what rank 0 wrote, and save them where asked."""
     settings = {name: value for name, value in vars(args).items() if name not in ("json", "plot", "worker", "timeout")}
+    dtype = str(PLACE["dtype"]).removeprefix("torch.")
     result = {
-        "settings": {**settings, "network": machines.note, "cores": os.cpu_count(), "load_average": load, "dtype": "float32"},
+        "settings": {**settings, "network": network, "cores": os.cpu_count(), "load_average": LOAD, "dtype": dtype},
         "ways": raw["ways"], "points": [{**summary(point), "rounds": point["seconds"]} for point in raw["points"]],
     }
     print_result(result)

@@ -59,6 +59,10 @@ class Shape:
         return 14.0 * area * self.head_size * heads
 
 
+PLACE = {"device": "cpu", "dtype": torch.float32}
+"""Where inputs are and what they are; `context_strategies.py --device cuda` sets it before it makes a way."""
+
+
 class Way(ABC):
     """One way on this rank."""
 
@@ -79,6 +83,11 @@ class Way(ABC):
 
     def peak_bytes(self) -> int:
         """Most memory held at a time beyond the inputs, by the allocator's own record of one step."""
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+            self.step()
+            return torch.cuda.max_memory_allocated() - held
         with torch.autograd.profiler.profile(profile_memory=True) as profiler:
             self.step()
         changes = sorted(
@@ -127,7 +136,7 @@ class Planned(Way):
         self.link = Link.of(None, size, ranks_per_node)
         self.flops = shape.flops(self.program.area, shape.query_heads)
         heads = (shape.query_heads, shape.key_heads, shape.key_heads)
-        self.inputs = [torch.randn(self.plan.s_local, 1, h, shape.head_size, requires_grad=True) for h in heads]
+        self.inputs = [torch.randn(self.plan.s_local, 1, h, shape.head_size, requires_grad=True, **PLACE) for h in heads]
 
     def _run(self, transport: str) -> None:
         out = block_diffusion_attention(
@@ -143,7 +152,7 @@ class Planned(Way):
 
     def communicate(self) -> None:
         shared = self.program.shared[dist.get_rank()]
-        packed = torch.zeros(len(shared), self.shape.key_heads, 2 * self.shape.head_size)
+        packed = torch.zeros(len(shared), self.shape.key_heads, 2 * self.shape.head_size, **PLACE)
 
         def needed(rank, source):
             return self.plan.needed_rows(rank, source, self.shape.window)
@@ -176,8 +185,8 @@ class Ulysses(Way):
         self.flops = shape.flops(self.plan.program(shape.window).area, self.heads[0])
         rows = total // self.size
         # [s, P, (n + 2 nk)/P, d]: heads grouped by the rank that computes them, q, k and v of a group side by side
-        self.inputs = torch.randn(rows, self.size, sum(self.heads), shape.head_size, requires_grad=True)
-        self.resident = torch.randn(total, sum(self.heads), shape.head_size, requires_grad=True)
+        self.inputs = torch.randn(rows, self.size, sum(self.heads), shape.head_size, requires_grad=True, **PLACE)
+        self.resident = torch.randn(total, sum(self.heads), shape.head_size, requires_grad=True, **PLACE)
 
     def _attend(self, rows: torch.Tensor) -> torch.Tensor:
         """[(V+1)L, (n + 2 nk)/P, d] -> [(V+1)L, n/P, d]."""

@@ -1,6 +1,8 @@
 """benchmarks/gpu.py at toy size on a CPU: that it runs, that its ways compute the same pairs, and its arithmetic."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -25,19 +27,54 @@ def test_the_mask_of_flexattention_shows_the_pairs_of_the_plan(window):
     assert int(visible.sum()) == point.plan(point.rank).program(window).area
 
 
-def test_toy_attention_runs_and_writes_figures(tmp_path):
-    command = [sys.executable, "benchmarks/gpu.py", "--toy", "--repeats", "1", "--ways", "ours", "maskless", "--step-lengths"]
-    files = ["--json", str(tmp_path / "gpu.json"), "--plot", str(tmp_path / "gpu.png")]
-    output = subprocess.run([*command, *files], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert "figures mean nothing" in output
+def test_toy_attention_runs_and_writes_figures(tmp_path, monkeypatch, capsys):
+    command = ["gpu.py", "--toy", "--repeats", "1", "--step-lengths"]
+    monkeypatch.setattr(sys, "argv", [*command, "--json", str(tmp_path / "gpu.json"), "--plot", str(tmp_path / "gpu.png")])
+    gpu.main()
+    assert "figures mean nothing" in capsys.readouterr().out
     result = json.loads((tmp_path / "gpu.json").read_text())
     (point,) = result["attention"]
     assert point["area"] == 512 * (512 + 8) / 4 and result["training"] == []
+    assert point["ways"].pop("flex")["forward_tflops"] > 0
     for row in point["ways"].values():
         rate = row["backward_tflops"] * 1e12
         assert rate * row["backward_seconds"] == pytest.approx(10 * 4 * 16 * point["area"])
         assert row["backward_share_of_peak"] == pytest.approx(rate / result["matmul_peak"])
     assert (tmp_path / "gpu.png").stat().st_size > 1000
+
+
+def test_several_processes_share_a_toy_sample(tmp_path):
+    """multi_gpu.sh on a CPU: every way, over gloo."""
+    result = tmp_path / "result"
+    settings = {"DEVICE": "cpu", "RESULT": str(result), "MASTER_PORT": str(free_port()), "BDLM_PYTHON": sys.executable}
+    command = ["bash", "benchmarks/multi_gpu.sh", "--ways", "cp/ring", "csbp/direct", "ulysses"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(result.with_suffix(".json").read_text())
+    assert found["settings"]["network"] == "as it is: gloo" and found["settings"]["ranks_per_node"] == 2
+    (point,) = found["points"]
+    assert all(row["step"] > 0 for row in point["ways"].values()) and set(point["ways"]) == set(found["ways"])
+    ring, direct = (sum(found["ways"][name]["sent"]) for name in ("cp/ring", "csbp/direct"))
+    assert direct * 8 == ring * 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"DEVICE": "tpu"}, "error: DEVICE=tpu: a legal value: cuda or cpu"),
+        ({"DEVICE": "cpu", "NPROC": "1"}, "error: NPROC=1: sharing needs at least 2 processes"),
+    ],
+)
+def test_what_multi_gpu_refuses(settings, message):
+    environment = {**os.environ, **settings, "BDLM_PYTHON": sys.executable}
+    done = subprocess.run(["bash", "benchmarks/multi_gpu.sh"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and message in done.stderr
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 @pytest.mark.slow
