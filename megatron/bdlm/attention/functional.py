@@ -11,35 +11,32 @@ log-sum-exp.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from megatron.bdlm.attention.diagonal_tile import DiagonalTile, uses_triton
+from megatron.bdlm.attention.diagonal_tile import uses_triton
 from megatron.bdlm.attention.kernels import choose
 from megatron.bdlm.attention.kernels.base import AttentionKernel, KernelCase
-from megatron.bdlm.attention.leaves import with_leaves
+from megatron.bdlm.attention.pieces import heads_joined, piece_tiles
 from megatron.bdlm.attention.tiles import (
     FinishedRows,
     Partial,
-    Tile,
     accumulation_dtype,
     attend,
     attend_backward,
     fold,
-    tiles_of,
     unfold,
 )
+from megatron.bdlm.attention.travelling_queries import TravellingQueriesAttention
+from megatron.bdlm.parallel.anchor_plan import AnchorPlan
 from megatron.bdlm.parallel.exchange import Exchange, Link, Wire
 from megatron.bdlm.parallel.plan import SequencePlan
-from megatron.bdlm.parallel.program import AttentionProgram, Piece
+from megatron.bdlm.parallel.program import AttentionProgram
+from megatron.bdlm.parallel.replicas import Replicas
 from megatron.bdlm.parallel.transport_choice import open_exchange
 from megatron.bdlm.platform.ranges import span, span_each, spanned
-
-# Piece -> {what tiles depend on besides: tiles}; made once, not in every layer
-_tiles_of_piece: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def block_diffusion_attention(
@@ -96,6 +93,60 @@ def block_diffusion_attention(
     return BlockDiffusionAttention.apply(q, k, v, call)
 
 
+@dataclass(frozen=True)
+class DraftLink:
+    """How the ranks of an `AnchorPlan` meet: the group of one inner index, and that of one slot; None for one rank."""
+
+    slots: dist.ProcessGroup | None = None
+    replicas: dist.ProcessGroup | None = None
+    transport: str = "direct"
+    kernel: str = "auto"
+    ranks_per_node: int | None = None
+    movement: str = "auto"  # what moves between slots: keys, queries, or what is less
+
+
+def draft_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: AnchorPlan,
+    link: DraftLink = DraftLink(),
+    window: int | None = None,
+    causal: bool = False,
+) -> torch.Tensor:
+    """Attention of a drafter's rows on the context before their anchors and on their own blocks, differentiable in q, k, v.
+
+    Args:
+        q: [r, 1, n, d] draft rows; k: [c + r, 1, nk, d], v: [c + r, 1, nk, dv]: local context rows, then the draft rows.
+        plan: of this rank; every rank of the context-parallel group calls with its own plan of the same anchors.
+        window, causal: of this layer (`AnchorPlan`).
+
+    Returns:
+        [r, 1, n, dv], equal on the replicas of a slot. Gradients of context keys count every replica's loss.
+
+    Raises:
+        ValueError: rows that are not the plan's; ExchangeError, KernelUnavailable: what cannot serve.
+    """
+    rows = plan.local_context.count + plan.draft_rows
+    if len(q) != plan.draft_rows or len(k) != rows or len(v) != rows:
+        raise ValueError(f"q {len(q)}, k {len(k)}, v {len(v)} rows: must be the plan's, {plan.draft_rows} and {rows} for keys and values")
+    sum_dtype = accumulation_dtype(q.dtype)
+    heads = q.shape[2], k.shape[2]
+    queries_travel = link.movement == "queries" or (link.movement == "auto" and plan.queries_are_less(window, *heads))
+    call = AttentionCall(
+        program=plan.program(window, causal, queries_travel),
+        needed=plan.needed(window),
+        link=Link.of(link.slots, plan.block_parallel_size, link.ranks_per_node),
+        transport=link.transport,
+        wire=Wire(sum_dtype, sum_dtype),
+        kernel=choose(link.kernel, KernelCase.of(q, v)).kernel,
+        diagonal=False,
+        scale=q.shape[3] ** -0.5,
+        replicas=Replicas(link.replicas, plan.replicas),
+    )
+    return (TravellingQueriesAttention if queries_travel else BlockDiffusionAttention).apply(q, k, v, call)
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
     """Everything but the tensors."""
@@ -108,7 +159,8 @@ class AttentionCall:
     kernel: AttentionKernel
     diagonal: bool  # small rectangles go to the Triton kernels
     scale: float
-    padding: int  # last rows that see only themselves
+    padding: int = 0  # last rows that see only themselves
+    replicas: Replicas = Replicas(None, 1)
 
     def exchange(self, backward: bool) -> Exchange:
         return open_exchange(self.transport, self.program, self.link, self.needed, self.wire if backward else None)
@@ -126,15 +178,18 @@ class BlockDiffusionAttention(torch.autograd.Function):
             exchange.post(_shared_rows(k, v, call))
 
         q_folded = fold(q, key_heads)  # [s, g, h, d]
-        keys, values = (_arranged(_heads_joined(x), call.kernel) for x in (k, v))  # [s, h, d]
+        keys, values = (_arranged(heads_joined(x), call.kernel) for x in (k, v))  # [s, h, d]
         seen = Partial.empty(q_folded, v.shape[3])
-        attend(seen, q_folded, keys, values, _tiles(call.program.local, q_folded, call), call.kernel, call.scale)
+        attend(seen, q_folded, keys, values, piece_tiles(call.program.local, q_folded, call), call.kernel, call.scale)
         for arrival in span_each("bdlm/exchange", exchange.arrivals()):
-            keys, values = _arranged(arrival.rows, call.kernel).split((head_size, v.shape[3]), dim=-1)
-            attend(seen, q_folded, keys, values, _tiles(arrival.piece, q_folded, call), call.kernel, call.scale)
+            theirs = _arranged(arrival.rows, call.kernel).split((head_size, v.shape[3]), dim=-1)
+            attend(seen, q_folded, *theirs, piece_tiles(arrival.piece, q_folded, call), call.kernel, call.scale)
 
+        if call.program.own is not None:
+            call.replicas.merge(seen.out, seen.lse)
+            attend(seen, q_folded, keys, values, piece_tiles(call.program.own, q_folded, call), call.kernel, call.scale)
         if call.padding:
-            seen.out[-call.padding :] = _heads_joined(v)[-call.padding :, None]
+            seen.out[-call.padding :] = heads_joined(v)[-call.padding :, None]
         out = unfold(seen.out, batch).to(q.dtype)
         ctx.save_for_backward(q, k, v, out, seen.lse)
         ctx.call = call
@@ -153,42 +208,30 @@ class BlockDiffusionAttention(torch.autograd.Function):
 
         dout = dout.to(q.dtype)
         rows = FinishedRows(fold(dout, key_heads), fold(q, key_heads), fold(out, key_heads), lse)
-        keys, values = _heads_joined(k), _heads_joined(v)
+        keys, values = heads_joined(k), heads_joined(v)
         dq, dk, dv = (torch.zeros(x.shape, dtype=call.wire.sum_dtype, device=x.device) for x in (rows.q, keys, values))
-        local = _tiles(call.program.local, rows.q, call)
+        local = piece_tiles(call.program.local, rows.q, call)
         attend_backward(rows, keys, values, local, call.kernel, call.scale, (dq, dk, dv))
         for arrival in span_each("bdlm/exchange", exchange.arrivals()):
             keys, values = arrival.rows.split((head_size, v.shape[3]), dim=-1)
             d_keys, d_values = arrival.gradient.split((head_size, v.shape[3]), dim=-1)
-            tiles = _tiles(arrival.piece, rows.q, call)
+            tiles = piece_tiles(arrival.piece, rows.q, call)
             attend_backward(rows, keys, values, tiles, call.kernel, call.scale, (dq, d_keys, d_values))
 
         if call.padding:
             dv[-call.padding :] += rows.dout[-call.padding :].sum(1, dtype=dv.dtype)
         with span("bdlm/exchange"):
             _add_returned(exchange.collect(), dk, dv, call)
+        if call.program.own is not None:
+            call.replicas.add_up(dq)
+            for gradient in (dk, dv):  # each key met one replica's rows, and counts for the equal losses of all
+                gradient.mul_(call.replicas.size)
+            own = piece_tiles(call.program.own, rows.q, call)
+            attend_backward(rows, heads_joined(k), heads_joined(v), own, call.kernel, call.scale, (dq, dk, dv))
         return unfold(dq, batch).to(q.dtype), dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype), None
 
 
 # ---- small steps --------------------------------------------------------------------------------
-
-
-def _tiles(piece: Piece, q_folded: torch.Tensor, call: AttentionCall) -> tuple[Tile | DiagonalTile, ...]:
-    """The piece's rectangles as tiles, for this group and head size, device and kind of kernel."""
-    known = _tiles_of_piece.setdefault(piece, {})
-    g, size, device = q_folded.shape[1], q_folded.shape[3], q_folded.device
-    key = (g, device, call.kernel.takes_mask, size if call.diagonal else None)
-    if key not in known:
-        special, batches = DiagonalTile.split(piece.batches, g, size, device) if call.diagonal else ((), piece.batches)
-        tiles = tiles_of(batches, g, device)
-        known[key] = (*special, *(with_leaves(tiles, g, device) if call.kernel.takes_mask else tiles))
-    return known[key]
-
-
-def _heads_joined(x: torch.Tensor) -> torch.Tensor:
-    """[s, b, nk, d] -> [s, h, d] with a contiguous last dimension; a view where the strides allow it."""
-    x = x.flatten(1, 2)
-    return x if x.stride(2) == 1 and x.stride(1) > 0 else x.contiguous()
 
 
 def _arranged(x: torch.Tensor, kernel: AttentionKernel) -> torch.Tensor:

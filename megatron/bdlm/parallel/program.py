@@ -49,6 +49,7 @@ class AttentionProgram:
     remote: tuple[Piece, ...]  # sources of which something is needed, rank-1, rank-2, .. modulo P
     sends: dict[int, np.ndarray]  # peer -> local rows it needs (the mirror of its Piece.rows), rank+1, rank+2, ..
     shared: tuple[np.ndarray, ...]  # per rank: its local rows that ring and allgather move
+    own: Optional[Piece] = None  # local rectangles that follow once replicas have merged (`replicas`): never shared
 
     @property
     def area(self) -> int:
@@ -96,15 +97,11 @@ def build_program(layout: Layout, rank: int, layer: LayerView) -> AttentionProgr
 
 def needed_rows(layout: Layout, querier: int, source: int, layer: LayerView) -> np.ndarray:
     """Ascending local rows of `source` that any row of `querier` sees, int64."""
-    change = np.zeros(layout.shares[source].rows(layout.spec.views) + 1, np.int64)
+    seen = np.zeros(layout.shares[source].rows(layout.spec.views) + 1, np.int64)
     for part in _relations(layout, querier, source, layer):
-        stairs = part.stairs
-        high = stairs.high + np.where(stairs.high_moves, stairs.rows, 0)
-        seen = high > stairs.low
         for _, _, key in part.streams:
-            np.add.at(change, stairs.low[seen] + key, 1)
-            np.add.at(change, high[seen] + key, -1)
-    return np.flatnonzero(np.cumsum(change[:-1]) > 0)
+            part.stairs.count_keys(seen, key)
+    return np.flatnonzero(np.cumsum(seen[:-1]) > 0)
 
 
 OWN, EARLIER = 0, 1

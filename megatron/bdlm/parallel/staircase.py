@@ -85,6 +85,13 @@ class Staircase:
     def count(self) -> int:
         return len(self.query)
 
+    def count_keys(self, change: np.ndarray, offset: int = 0) -> None:
+        """Add +1 where each segment's keys start and -1 where they stop, keys counted from `offset`, in `change` [keys + 1]."""
+        high = self.high + np.where(self.high_moves, self.rows, 0)
+        seen = high > self.low
+        np.add.at(change, self.low[seen] + offset, 1)
+        np.add.at(change, high[seen] + offset, -1)
+
     def take(self, index) -> "Staircase":
         return Staircase(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
 
