@@ -12,12 +12,12 @@ LEVEL = {
     "config": 0, "platform": 0, "testing": 9,
     "parallel": 1, "planner": 2, "attention": 2,
     "data": 3, "objective": 4, "checkpoint": 3, "model": 5, "generation": 6,
-    "training": 7,
+    "training": 7, "drafter": 8,
 }
 """A folder may import from folders of a lower level, and from itself."""
 
 PURE = ["parallel/plan.py", "parallel/blocks.py", "parallel/intervals.py", "parallel/layout.py", "parallel/placement.py",
-        "parallel/program.py", "parallel/relations.py", "parallel/staircase.py", "parallel/batches.py",
+        "parallel/program.py", "parallel/relations.py", "parallel/staircase.py", "parallel/batches.py", "parallel/anchor_plan.py",
         "data/noise.py", "data/schedules.py",
         *(f"planner/{path.name}" for path in sorted((PACKAGE / "planner").glob("*.py")))]
 """Files that import neither torch.distributed nor Megatron."""
