@@ -13,6 +13,7 @@ cpu.enable()
 from megatron.bdlm.attention.functional import block_diffusion_attention  # noqa: E402
 from megatron.bdlm.config import RECIPES, BDLMConfig  # noqa: E402
 from megatron.bdlm.data.noise import corrupt  # noqa: E402
+from megatron.bdlm.drafter.options import DrafterOptions  # noqa: E402
 from megatron.bdlm.objective.loss import block_diffusion_loss, select_rows  # noqa: E402
 from megatron.bdlm.objective.targets import build_targets  # noqa: E402
 from megatron.bdlm.parallel import state  # noqa: E402
@@ -37,6 +38,14 @@ FLAGS = """
 
 OTHER_FLAGS = "--bdlm-sft-packing --bdlm-sft-too-long --dry-run --dry-run-world-size --dry-run-gpu --dry-run-json".split()
 
+DFLASH_FLAGS = """
+--dflash-target --dflash-data --dflash-features --dflash-init --dflash-version --dflash-layers --dflash-layer-ids --dflash-block-size
+--dflash-mask-token-id --dflash-sliding-window --dflash-conv-kernel-size --dflash-conv-group-size --dflash-selector-rank
+--dflash-selector-top-k --dflash-anchors --dflash-anchor-mode --dflash-anchors-per --dflash-loss --dflash-gamma --dflash-dpace-alpha
+--dflash-dpace-variant --dflash-lk-loss --dflash-selector-weight --dflash-chunk --dflash-held-out --dflash-transport --dflash-movement
+--block-parallel-size
+""".split()
+
 METRICS = {
     "lm loss", "diffusion loss per supervised token", "diffusion loss per masked token", "masked cross entropy", "nelbo",
     "masked fraction", "supervised tokens", "parts without supervised tokens",
@@ -56,6 +65,10 @@ VALIDATION_METRICS = {"lm loss validation", "nelbo validation", "masked cross en
 def test_flags():
     assert sorted(flag_of(field) for field in dataclasses.fields(BDLMConfig)) == sorted(FLAGS)
     assert sorted(flag_of(field) for group in GROUPS if group is not BDLMConfig for field in dataclasses.fields(group)) == sorted(OTHER_FLAGS)
+
+
+def test_drafter_flags():
+    assert sorted(flag_of(field) for field in dataclasses.fields(DrafterOptions)) == sorted(DFLASH_FLAGS)
 
 
 def test_flags_reference_is_current():

@@ -70,10 +70,14 @@ class TokenCount:
         return 0 if self.tokens is None else int(self.tokens.item())
 
 
-def install(rows: RowCounter) -> None:
-    """Wrap the engine's training step; see the module docstring."""
+def install(rows: RowCounter, count: Optional[TokenCount] = None) -> None:
+    """Wrap the engine's training step; see the module docstring.
+
+    Args:
+        count: finalises gradients and knows what they were divided by; None: supervised tokens.
+    """
     stock_train_step = engine_training.train_step
-    count = TokenCount()
+    count = count or TokenCount()
 
     @spanned("bdlm/step")
     def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, *args, **kwargs):
