@@ -83,6 +83,7 @@ class Step:
         sample = DraftSample(random.integers(0, args.vocabulary - 1, context), np.ones(context, bool), np.zeros(context, int), 0)
         draw = AnchorDraw(args.anchors, args.block_size)
         self.model = Drafter(config).initialise(0)
+        torch.manual_seed(0)  # the same tables on every rank
         self.embedding, self.head = torch.randn(args.vocabulary, args.hidden), torch.randn(args.vocabulary, args.hidden)
         self.batch = build_batch([sample], ZeroFeatures(config), config, draw, Cell(RANKS, slots, dist.get_rank()))
         self.attend = PlannedAttention(self.batch.plan, config, link)

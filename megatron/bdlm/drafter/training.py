@@ -103,9 +103,11 @@ def check_layout(args: Any, options: DrafterOptions) -> None:
 class DrafterModel(MegatronModule):
     """The drafter as the engine's model: `forward` takes a batch and gives the hidden states of its draft rows."""
 
-    def __init__(self, config: Any, drafter: Drafter):
+    def __init__(self, config: Any, drafter: Drafter, pg_collection: Any):
         super().__init__(config=config)
         self.drafter = drafter
+        self.pg_collection = pg_collection  # the engine asks the model for its process groups
+        self.share_embeddings_and_output_weights = False
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """For the engine: there is one pipeline stage, nothing comes in."""
@@ -133,7 +135,7 @@ class DrafterModelBuilder(GPTModelBuilder):
             drafter = read_drafter(config.init, torch.float32)
         else:
             drafter = Drafter(config.drafter).initialise(config.seed, config.transformer.init_method_std)
-        return DrafterModel(config.transformer, drafter)
+        return DrafterModel(config.transformer, drafter, pg_collection)
 
 
 # ---- target and data ----------------------------------------------------------------------------
