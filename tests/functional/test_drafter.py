@@ -9,7 +9,7 @@ import torch
 from megatron.bdlm.checkpoint.tracker import TRACKER
 from megatron.bdlm.drafter.data import read_samples, write_features
 from megatron.bdlm.drafter.target import OnlineFeatures, load_target
-from megatron.bdlm.testing.training_run import RunFailure, checkpoint_tensors, launch
+from megatron.bdlm.testing.training_run import checkpoint_tensors, launch
 from tests.drafter.tiny_target import MASK, make_samples, make_target
 
 SCRIPT = "pretrain_dflash.py"
@@ -66,8 +66,3 @@ def test_block_parallel_ranks_with_prepared_features_go_on_alike(made, tmp_path)
         for step, value in resumed.scalars[name].items():
             assert np.isclose(value, run.scalars[name][step], rtol=2e-5), (name, step)
 
-
-def test_layouts_that_are_not_served_are_refused(made, tmp_path):
-    folder, flags, _ = made
-    with pytest.raises(RunFailure, match="--tensor-model-parallel-size 2: a drafter's weights are whole on every rank. A legal value: 1"):
-        launch(SCRIPT, [*flags, "--tensor-model-parallel-size", "2"], processes=2, folder=tmp_path)
