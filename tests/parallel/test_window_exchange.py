@@ -1,4 +1,4 @@
-"""What window layers receive: exactly the rows of the formula, counted in bytes on 2 and 4 ranks (test 10 of the model).
+"""What window layers receive and compute: exactly the rows of the formula, counted in bytes on 2 and 4 ranks (tests 9, 10).
 
     W - 1 rows before each own half chunk: ranks 0 and P-1 have one such border that is not their own, the others two
     and, where blocks count from a response inside a half chunk, the W - 1 rows before each own block
@@ -13,7 +13,7 @@ from megatron.bdlm.attention.functional import block_diffusion_attention
 from megatron.bdlm.parallel.exchange import traffic
 from megatron.bdlm.parallel.plan import SequencePlan
 from megatron.bdlm.testing.distributed import run_distributed
-from megatron.bdlm.testing.oracle import visible
+from megatron.bdlm.testing.oracle import dense_block_diffusion_attention, visible
 
 LENGTH, SIZE = 128, 8
 HEADS, KEY_HEADS, HEAD = 4, 2, 8
@@ -45,16 +45,59 @@ def received_bytes(windows):
     return found
 
 
+def attention_errors(inputs, expected):
+    """Per layout and window: largest error of this rank's output and gradients against those of all rows, float64."""
+    found = {}
+    for layout in LAYOUTS:
+        for window, wanted in expected.items():
+            plan = plan_of(dist.get_world_size(), dist.get_rank(), RESPONSE, **layout)
+            local = [plan.take(x).requires_grad_() for x in inputs[:3]]
+            out = block_diffusion_attention(*local, plan, None, "direct", window=window)
+            out.backward(plan.take(inputs[3]))
+            used = plan.rows >= 0
+            parts = [out.detach(), *(x.grad for x in local)]
+            found[str(layout), window] = max(float((part - plan.take(whole))[used].abs().max()) for part, whole in zip(parts, wanted))
+    return found
+
+
+def on_rank(windows, inputs, expected):
+    return received_bytes(windows), attention_errors(inputs, expected) if expected else {}
+
+
+RESPONSE = 37  # inside a half chunk of 16 tokens
+LAYOUTS = (dict(strategy="csbp"), dict(strategy="hybrid", block_parallel_size=2), dict(strategy="cp"))
+
+
+def whole_attention():
+    """Inputs of all rows, and output and gradients by window: below, at and above a half chunk, longer than the sample."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2 * LENGTH, 1, heads, HEAD) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    targets = np.flatnonzero(plan_of(1, 0, RESPONSE).block_starts >= RESPONSE)
+    expected = {}
+    for window in (5, 16, 40, 300):
+        q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
+        out = dense_block_diffusion_attention(
+            q, k, v, seq_length=LENGTH, block_size=SIZE, clean_attention="token-causal", window=window,
+            block_restarts=[RESPONSE], target_blocks=targets,
+        )
+        out.backward(inputs[3])
+        expected[window] = [out.detach(), q.grad, k.grad, v.grad]
+    return inputs, expected
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_bytes_of_window_layers(ranks):
+def test_bytes_of_window_layers_and_what_they_compute(ranks):
     half_chunk = LENGTH // (2 * ranks)
     windows = [2, 9, half_chunk + 1]  # up to W - 1 = c each border is one neighbour's
-    for rank, found in enumerate(run_distributed(received_bytes, ranks, windows)):
+    given = whole_attention() if ranks == 4 else ([], {})
+    for rank, (found, errors) in enumerate(run_distributed(on_rank, ranks, windows, *given)):
         borders = 1 if rank in (0, ranks - 1) else 2
         for window in windows:
             rows = borders * (window - 1)
             # backward: K and V again, and gradients of the rows that went out, as many as came in
             assert found[window] == (rows * ROW, 2 * rows * ROW), (rank, window)
+        assert len(errors) == (12 if ranks == 4 else 0) and all(error < 1e-9 for error in errors.values()), errors
 
 
 def _lacking(plan, mask):
@@ -63,7 +106,7 @@ def _lacking(plan, mask):
     return set(mask[held].any(0).nonzero().flatten().tolist()) - set(held.tolist())
 
 
-@pytest.mark.parametrize("layout", [dict(strategy="csbp"), dict(strategy="hybrid", block_parallel_size=2), dict(strategy="cp")])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("response", [0, 37, 101])
 @pytest.mark.parametrize("window", [1, 16, 40, 300])
 def test_needed_rows_are_those_of_the_mask(layout, response, window):
