@@ -16,6 +16,7 @@ from megatron.bdlm.data.tokenizers import (
     resolve_vocabulary,
     tokenizer_identity,
     vocabulary_size,
+    vocabulary_without_mask,
 )
 
 TEXTS = ["def f(x):\n    return x + 1\n" * 20, "the cat sat on the mat, the dog too " * 20, "naïve café 你好\n"]
@@ -115,6 +116,13 @@ def test_a_reserved_token_or_a_new_row_may_be_the_mask(tmp_path, tokenizer):
 def test_embedding_that_lacks_the_mask_row_is_refused():
     with pytest.raises(DataError, match="--padded-vocab-size 128: the vocabulary has 129 rows"):
         resolve_vocabulary(null(128)).check_padded(128)
+
+
+def test_a_model_without_a_mask_token(tokenizer):
+    vocabulary = vocabulary_without_mask(tokenizer, 384)
+    assert (vocabulary.size, vocabulary.tokenizer_size, vocabulary.mask_token_id) == (384, 384, -1)
+    with pytest.raises(DataError, match="--bdlm-diffusion-gemma: vocab_size 10, but the tokenizer has .* A legal value"):
+        vocabulary_without_mask(tokenizer, 10)
 
 
 def test_identity_follows_content_not_place(folder, tokenizer, tmp_path):

@@ -14,7 +14,7 @@ pytest.importorskip("transformers.models.diffusion_gemma")
 
 from megatron.bdlm.checkpoint import diffusion_gemma_files as files  # noqa: E402
 from megatron.bdlm.checkpoint.torch_dist import CheckpointFolder  # noqa: E402
-from megatron.bdlm.testing.training_run import RunFailure, launch  # noqa: E402
+from megatron.bdlm.testing.training_run import launch  # noqa: E402
 from megatron.bdlm.training.arguments import arguments_of  # noqa: E402
 from tests.checkpoint.tiny import save_tokenizer  # noqa: E402
 from tests.model.diffusion_gemma import models  # noqa: E402
@@ -50,6 +50,7 @@ def sharded(flags, tmp_path_factory):
     return folder, launch(SCRIPT, [*flags, "--context-parallel-size", "2", "--save", str(folder / "saved")], processes=2, folder=folder)
 
 
+@pytest.mark.slow  # layouts: tests/model/diffusion_gemma/test_layouts.py
 def test_one_process_agrees(flags, sharded, tmp_path):
     run = sharded[1]
     alone = launch(SCRIPT, flags, processes=1, folder=tmp_path)
@@ -76,8 +77,3 @@ def test_a_resume_is_exact_and_an_export_generates(flags, sharded, tmp_path):
     assert torch.equal(model.model.decoder.layers[0].router.proj.weight, before)  # frozen
     out = model.generate(torch.randint(5, 90, (1, 9)), max_new_tokens=16, max_denoising_steps=3)
     assert out.sequences.shape == (1, 25)
-
-
-def test_self_conditioning_over_pipeline_stages_is_refused(flags, tmp_path):
-    with pytest.raises(RunFailure, match="--bdlm-self-conditioning 0.5: the first pass ends on the last .* A legal value: 0"):
-        launch(SCRIPT, [*flags, "--pipeline-model-parallel-size", "2"], processes=1, folder=tmp_path)

@@ -94,6 +94,19 @@ def test_experts_pass():
     arguments.check_combination(SimpleNamespace(**STOCK | EXPERTS | tensor_parallel), BDLMConfig())
 
 
+@pytest.mark.parametrize(
+    "gemma, stages, message",
+    [
+        (None, 1, "--bdlm-self-conditioning 0.5: only a model with --bdlm-diffusion-gemma has it. A legal value: 0"),
+        ("{}", 2, "--bdlm-self-conditioning 0.5: the first pass ends on the last pipeline stage, .* A legal value: 0"),
+    ],
+)
+def test_refused_self_conditioning(gemma, stages, message):
+    args = SimpleNamespace(**{**STOCK, "pipeline_model_parallel_size": stages})
+    with pytest.raises(BDLMConfigError, match=message):
+        arguments.check_combination(args, BDLMConfig(bdlm_self_conditioning=0.5, bdlm_diffusion_gemma=gemma))
+
+
 def test_separate_documents_need_micro_batches_of_one():
     args = SimpleNamespace(**{**STOCK, "dataloader_inter_document_masking": True, "eval_micro_batch_size": 2})
     with pytest.raises(BDLMConfigError, match="--micro-batch-size/--eval-micro-batch-size 2: .* A legal value: 1"):
