@@ -104,3 +104,10 @@ def mark_experts(model: torch.nn.Module) -> None:
         if isinstance(module, MoELayer):
             for parameter in module.experts.parameters():
                 parameter.allreduce = False
+
+
+def freeze_routers(model: torch.nn.Module) -> None:
+    """Train everything but the routers (--bdlm-freeze-router)."""
+    for module in model.modules():
+        if isinstance(module, BlockDiffusionRouter):
+            module.requires_grad_(False)

@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from megatron.bdlm.config import BDLMConfig
-from megatron.bdlm.model.experts import mark_experts
+from megatron.bdlm.model.experts import freeze_routers, mark_experts
 from megatron.bdlm.model.rotary import ExplicitRotaryEmbedding
 from megatron.bdlm.model.router import router_loss_scale
 from megatron.bdlm.objective.linear_cross_entropy import linear_cross_entropy
@@ -46,6 +46,8 @@ class BlockDiffusionGPTModel(GPTModel):
         self.excluded_token = None if bdlm.bdlm_keep_mask_logit else bdlm.bdlm_mask_token_id
         config = self.config
         mark_experts(self)
+        if bdlm.bdlm_freeze_router:
+            freeze_routers(self)
         config.moe_grad_scale_func = router_loss_scale.function(config)
         self.rotary_pos_emb = ExplicitRotaryEmbedding(
             kv_channels=config.kv_channels,

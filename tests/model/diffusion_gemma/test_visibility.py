@@ -64,6 +64,12 @@ def test_the_window_is_anchored_at_the_block(rows):
     assert clean == set(range(14, 19))
 
 
+def test_routers_are_frozen_by_the_recipe(rows):
+    frozen = {name.split("router.")[1] for name, parameter in random_model().named_parameters() if not parameter.requires_grad}
+    assert frozen == {"weight", "scale", "per_expert_scale"}
+    assert all(parameter.requires_grad for parameter in random_model(bdlm=models.options(bdlm_freeze_router=False)).parameters())
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [

@@ -37,9 +37,6 @@ class DiffusionGemmaModel(BlockDiffusionGPTModel):
         self.rotary_pos_emb = PairedRotaryEmbedding(config.kv_channels, self.rotary_base, self.options)
         if self.pre_process:
             self.self_conditioning = SelfConditioning(config, mlp_submodules(config), self.pg_collection.tp)
-        if self.bdlm.bdlm_freeze_router:
-            for layer in self.decoder.layers:
-                layer.mlp.router.requires_grad_(False)
 
     def forward(
         self, input_ids, position_ids, attention_mask=None, *, packed_seq_params, scored_rows=None,
