@@ -149,6 +149,19 @@ def test_a_part_without_counted_rows_and_the_bias_that_balances():
     assert not losses
 
 
+@pytest.mark.parametrize(
+    "kind, coefficient, z, losses",
+    [("aux_loss", 0.01, None, True), ("aux_loss", 0.0, None, False), ("none", 0.01, None, False), ("none", 0.01, 1e-3, True),
+     (["none", "seq_aux_loss"], [0.01, 0.01], None, True), (["aux_loss", "seq_aux_loss"], [0.0, 0.0], 0.0, False)],
+)
+def test_whether_there_are_router_losses(kind, coefficient, z, losses):
+    config = _config("aux_loss")
+    config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, config.moe_z_loss_coeff = kind, coefficient, z
+    assert has_router_losses(config) is losses
+    config.num_moe_experts = None
+    assert not has_router_losses(config)
+
+
 def test_gradients_of_router_losses_carry_the_loss_scale():
     """fp16: factor 2.5 and a loss scale of 1024."""
     config = _config("aux_loss")

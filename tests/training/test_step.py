@@ -46,7 +46,7 @@ def test_router_losses_are_divided_by_what_the_global_batch_counts(monkeypatch):
     monkeypatch.setattr(step.parallel_state, "get_data_parallel_world_size", lambda: 2)
     monkeypatch.setattr(step.parallel_state, "get_data_parallel_group", lambda: None)
     monkeypatch.setattr(step.torch.distributed, "all_reduce", lambda totals, group: totals.mul_(2))
-    routers = SimpleNamespace(num_moe_experts=4, moe_z_loss_coeff=None, moe_aux_loss_coeff=0.01)
+    routers = SimpleNamespace(num_moe_experts=4, moe_z_loss_coeff=None, moe_aux_loss_coeff=0.01, moe_router_load_balancing_type="aux_loss")
     config = BDLMConfig(bdlm_block_size=4, bdlm_mask_token_id=9, bdlm_noise_seed=1)
     stage = SimpleNamespace(config=routers, post_process=False, tokenizer_tokens=9)
     samples = [
@@ -64,7 +64,7 @@ def test_router_losses_are_divided_by_what_the_global_batch_counts(monkeypatch):
 @pytest.mark.parametrize("coefficient, counted, skips", [(0.0, "clean", True), (0.01, "clean", False), (0.01, "all", False), (0.01, "noisy", True)])
 def test_the_last_layer_is_whole_where_its_router_counts_clean_rows(coefficient, counted, skips):
     model = SimpleNamespace(
-        num_moe_experts=4, moe_z_loss_coeff=None, moe_aux_loss_coeff=coefficient, moe_router_enable_expert_bias=False,
+        num_moe_experts=4, moe_z_loss_coeff=None, moe_aux_loss_coeff=coefficient, moe_router_load_balancing_type="aux_loss", moe_router_enable_expert_bias=False,
         attention_output_gate=False, sequence_parallel=False,
     )
     plan, config = SequencePlan.build(16, 4), BDLMConfig(bdlm_router_rows=counted)

@@ -81,8 +81,11 @@ def has_router_losses(config) -> bool:
     """Whether a loss reads the router, so that the divisor of the loss must be known before the step."""
     if config.num_moe_experts is None:
         return False
-    given = config.moe_aux_loss_coeff
-    return bool(config.moe_z_loss_coeff) or any(given if isinstance(given, list) else [given])
+    kinds, coefficients = (
+        given if isinstance(given, list) else [given] for given in (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff)
+    )
+    balancing = any(kind in BALANCING_LOSSES and coefficient for kind, coefficient in zip(kinds, coefficients))
+    return balancing or bool(config.moe_z_loss_coeff)
 
 
 def has_router_statistics(config) -> bool:
