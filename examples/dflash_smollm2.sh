@@ -9,13 +9,13 @@
 # Everything goes into runs/dflash; what is already there is kept, so an interrupted run continues.
 #
 #   RUN_DIR        where everything goes (default: runs/dflash)
-#   TRAIN_ITERS    iterations of training (default: 300)
+#   TRAIN_ITERS    iterations of training (default: 400)
 #   BDLM_VENV, BDLM_PYTHON, BDLM_PIP_ARGS   see examples/environment.sh
 set -euo pipefail
 
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 RUN_DIR=${RUN_DIR:-runs/dflash}
-TRAIN_ITERS=${TRAIN_ITERS:-300}
+TRAIN_ITERS=${TRAIN_ITERS:-400}
 
 stage() { printf '\n=== [%2d:%02d] %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$*"; }
 
@@ -95,8 +95,8 @@ DRAFTER_ARGS=(
 
 TRAINING_ARGS=(
     --train-iters "$TRAIN_ITERS"
-    --micro-batch-size 2
-    --global-batch-size 2
+    --micro-batch-size 1
+    --global-batch-size 1
     --lr 1e-3
     --min-lr 1e-4
     --lr-decay-style cosine
