@@ -68,10 +68,11 @@ def draft_loss(hidden: Tensor, batch: DraftBatch, head: Tensor, drafter: Drafter
     labels = batch.labels[scored]
     if objective.kind == "kl" or config.version == 2 or _transforms(config):
         before = torch.cat((batch.tokens[:, :1], batch.labels[:, :-1]), dim=1)[scored]
-        losses, nll, chosen = _in_chunks(rows, labels, before, batch.teacher, head, drafter, objective)
+        divergence, nll, chosen = _in_chunks(rows, labels, before, batch.teacher, head, drafter, objective)
     else:
         nll = linear_cross_entropy(rows, head, labels, chunk=objective.chunk)
-        losses, chosen = lk_loss(nll, objective.lk), None
+        divergence, chosen = None, None
+    losses = divergence if objective.kind == "kl" else lk_loss(nll, objective.lk)
     weights = _weights(nll, scored, config, objective) * batch.share
     total, weight = (losses * weights).sum(), weights.sum()
     parts = {"draft cross entropy": ((nll.detach() * weights).sum(), weight)}
@@ -99,7 +100,7 @@ def _transforms(config: DrafterConfig) -> bool:
 
 
 def _in_chunks(rows, labels, before, teacher, head, drafter, objective):
-    """(losses [n], nll [n], (selector losses [n], label is a candidate [n])), computed again in backward."""
+    """(KL to the teacher [n], nll [n], (selector losses [n], label is a candidate [n])), computed again in backward."""
     parts = []
     for start in range(0, max(len(rows), 1), objective.chunk):
         span = slice(start, start + objective.chunk)
@@ -107,28 +108,28 @@ def _in_chunks(rows, labels, before, teacher, head, drafter, objective):
         parts.append(checkpoint(
             _chunk, rows[span], labels[span], before[span], taught, head, drafter, objective, use_reentrant=False
         ))
-    losses, nll, selector, inside = (torch.cat(part) for part in zip(*parts))
-    return losses, nll, (selector, inside)
+    divergence, nll, selector, inside = (torch.cat(part) for part in zip(*parts))
+    return divergence, nll, (selector, inside)
 
 
 def _chunk(rows, labels, before, taught, head, drafter: Drafter, objective: DraftObjective):
-    """Losses, negative log-likelihoods, selector losses and whether the label is a candidate, [c] each."""
+    """KL to the teacher, negative log-likelihoods, selector losses and whether the label is a candidate, [c] each; zeros for what is not asked."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     logits = transform_logits((rows @ head.t()).to(wide), drafter.shape)
     logs = log_softmax(logits, -1)
     nll = -logs.gather(1, labels[:, None]).squeeze(1)
+    nothing = torch.zeros_like(nll)
+    divergence = nothing
     if objective.kind == "kl":
         teacher = log_softmax((taught @ head.t()).to(wide), -1).detach()
-        losses = (teacher.exp() * (teacher - logs)).sum(-1)
-    else:
-        losses = lk_loss(nll, objective.lk)
+        divergence = (teacher.exp() * (teacher - logs)).sum(-1)
     if drafter.candidate_selector is None:
-        return losses, nll, nll.detach() * 0, nll.detach() * 0
+        return divergence, nll, nothing, nothing
     scores, ids = drafter.candidate_selector.scores(logits, rows, before)
     found = ids == labels[:, None]
     inside = found.any(-1)
     picked = cross_entropy(scores, found.int().argmax(-1), reduction="none")
-    return losses, nll, picked * inside, inside.to(nll.dtype)
+    return divergence, nll, picked * inside, inside.to(nll.dtype)
 
 
 def draft_forward(drafter: Drafter, batch: DraftBatch, embedding: Tensor, attend) -> Tensor:
