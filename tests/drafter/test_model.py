@@ -49,7 +49,7 @@ def test_features_behind_an_anchor_do_not_matter():
     config = replace(tiny.V1, block_size=8, mask_token_id=49)
     data = tiny.samples(1, 32)
     data = [replace(data[0], loss_mask=np.ones(32, bool), documents=np.zeros(32, np.int64))]
-    model, draw = tiny.drafter(config), _Fixed([10, 13])
+    model, draw = tiny.drafter(config), tiny.Fixed([10, 13])
     batch = build_batch(data, tiny.RandomFeatures(config), config, draw)
     before = _forward(model, batch, config).unflatten(0, (2, 8))
     changed = batch.features.clone()
@@ -61,16 +61,6 @@ def test_features_behind_an_anchor_do_not_matter():
     assert torch.equal(after[0], before[0]) and (after[1] - before[1]).abs().amax(1).min() > 1e-6
 
 
-class _Fixed:
-    """A draw of given anchors."""
-
-    def __init__(self, anchors):
-        self.anchors = np.array(anchors)
-
-    def draw(self, *_):
-        return self.anchors
-
-
 @pytest.mark.parametrize("config", [tiny.V1, tiny.MIXED, tiny.V2], ids=["full", "mixed", "dflash2"])
 def test_training_equals_the_client_with_its_cache(config):
     """One anchor as trained, against the client's first call and its call after an accepted step."""
@@ -79,7 +69,7 @@ def test_training_equals_the_client_with_its_cache(config):
     session, source = DraftSession(model, embedding, head), tiny.RandomFeatures(config)
     done = 0
     for anchor in (9, 12, 13, 20):
-        batch = build_batch([sample], source, config, _Fixed([anchor]))
+        batch = build_batch([sample], source, config, tiny.Fixed([anchor]))
         trained = _forward(model, batch, config)
         drafted = session.hidden(source.features(sample, np.arange(done, anchor)), int(sample.tokens[anchor]))
         done = anchor

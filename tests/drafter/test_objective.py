@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from megatron.bdlm.drafter.batch import build_batch
 from megatron.bdlm.drafter.format import DrafterError
 from megatron.bdlm.drafter.losses import position_weights
 from megatron.bdlm.drafter.objective import DraftObjective, draft_loss
 from tests.drafter import tiny
 from tests.drafter.test_model import _batch, _forward
+from tests.drafter.tiny import Fixed
 
 
 @pytest.mark.parametrize("objective", [
@@ -49,6 +51,14 @@ def test_selector_over_the_whole_vocabulary_is_the_full_cross_entropy():
     loss = draft_loss(_forward(model, batch, config), batch, tiny.target_tables(config)[1], model, DraftObjective())
     assert torch.allclose(loss.parts["selector loss"][0], loss.parts["draft cross entropy"][0], atol=1e-10)
     assert torch.equal(loss.parts["candidate recall"][0], loss.parts["candidate recall"][1])
+
+
+def test_the_selector_is_given_the_true_token_before_also_across_a_hole():
+    sample = replace(tiny.samples(1)[0], documents=np.zeros(24, np.int64), loss_mask=np.ones(24, bool))
+    holed = replace(sample, loss_mask=sample.loss_mask & (np.arange(24) != 7))
+    batch = build_batch([holed], tiny.RandomFeatures(tiny.V2), tiny.V2, Fixed([5]))
+    assert batch.scored[0].tolist() == [False, True, False, True]
+    assert batch.labels[0].tolist() == sample.tokens[5:9].tolist()
 
 
 @pytest.mark.parametrize("config", [tiny.V1, tiny.V2], ids=["v1", "v2"])

@@ -39,6 +39,16 @@ class RandomFeatures:
         return self.whole(sample, self.config.hidden_size, 2)[torch.from_numpy(tokens)]
 
 
+class Fixed:
+    """A draw of given anchors."""
+
+    def __init__(self, anchors):
+        self.anchors = np.array(anchors)
+
+    def draw(self, *_):
+        return self.anchors
+
+
 def drafter(config: DrafterConfig, seed: int = 3, dtype: torch.dtype = torch.float64, std: float = 0.2) -> Drafter:
     """Random weights; those that start without effect are drawn too."""
     model = Drafter(config).to(dtype).initialise(seed, std)

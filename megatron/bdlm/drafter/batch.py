@@ -54,7 +54,7 @@ class DraftBatch:
 
     plan: AnchorPlan
     tokens: Tensor  # int64 [a, B]: anchor, then masks
-    labels: Tensor  # int64 [a, B]: token a + k; 0 where there is none
+    labels: Tensor  # int64 [a, B]: token a + k; the selector reads it also before a scored row
     scored: Tensor  # bool [a, B]
     positions: Tensor  # int64 [a * B]
     context_positions: Tensor  # int64 [c]
@@ -113,7 +113,7 @@ def build_batch(
     return DraftBatch(
         plan,
         torch.from_numpy(drafted).to(device),
-        torch.from_numpy(np.where(scored, tokens[np.minimum(rows, len(tokens) - 1)], 0)).to(device),
+        torch.from_numpy(tokens[np.minimum(rows, len(tokens) - 1)]).to(device),
         torch.from_numpy(scored).to(device),
         torch.from_numpy((rows - first[:, None]).reshape(-1)).to(device),
         torch.from_numpy(held - starts[np.searchsorted(starts, held, side="right") - 1]).to(device),
