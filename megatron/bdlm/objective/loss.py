@@ -30,6 +30,7 @@ from torch import Tensor
 
 from megatron.bdlm.config import BDLMConfig
 from megatron.bdlm.objective.targets import Targets
+from megatron.bdlm.parallel.device import to_device
 from megatron.bdlm.platform.ranges import spanned
 
 T_BUCKETS = 10
@@ -70,7 +71,7 @@ class ScoredRows:
     def to(self, device: torch.device | str) -> "ScoredRows":
         """The same on another device."""
         moved = {
-            f.name: value.to(device, non_blocking=True)
+            f.name: to_device(value, torch.device(device))
             for f in dataclasses.fields(self)
             if isinstance(value := getattr(self, f.name), Tensor)
         }
@@ -166,7 +167,7 @@ def block_diffusion_loss(
     loss = config.bdlm_diffusion_loss_weight * diffusion
     if config.bdlm_clean_loss_weight > 0.0:
         loss = loss + _clean_factor(config, global_counts) * (weighted * rows.clean).sum()
-    count = torch.tensor(rows.counts.noisy, dtype=torch.int, device=nll.device)
+    count = to_device(torch.tensor(rows.counts.noisy, dtype=torch.int), nll.device)
     with torch.no_grad():
         metrics = {"lm loss": _pair(loss, rows.counts.noisy)}
         metrics |= _losses(nll.detach(), diffusion.detach(), rows, config)
@@ -209,7 +210,7 @@ def _diagnostics(nll: Tensor, rows: ScoredRows, config: BDLMConfig) -> dict[str,
         "supervised tokens": (rows.supervised, rows.share),
         "parts without supervised tokens": (rows.counts.noisy == 0, rows.share),
     }
-    out = {name: torch.tensor(pair, dtype=torch.float32, device=nll.device) for name, pair in pairs.items()}
+    out = {name: to_device(torch.tensor(pair, dtype=torch.float32), nll.device) for name, pair in pairs.items()}
     if config.bdlm_corruption != "absorbing":
         return out
     bucket = (rows.t * T_BUCKETS).long().clamp_(max=T_BUCKETS - 1)
@@ -227,4 +228,4 @@ def _bucket(t: np.ndarray) -> np.ndarray:
 
 def _pair(total: Tensor, count: int) -> Tensor:
     """[sum, count] in float32, as the engine adds metrics up."""
-    return torch.stack([total.detach().float(), torch.tensor(float(count), device=total.device)])
+    return torch.stack([total.detach().float(), to_device(torch.tensor(float(count)), total.device)])

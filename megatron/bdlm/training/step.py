@@ -30,6 +30,7 @@ from megatron.bdlm.data.pretraining import document_lengths
 from megatron.bdlm.model.router import has_router_losses, has_router_statistics, router_loss_scale
 from megatron.bdlm.objective.loss import GlobalCounts, ScoredRows, block_diffusion_loss, sample_counts, select_rows
 from megatron.bdlm.objective.targets import Targets, build_targets, target_blocks
+from megatron.bdlm.parallel.device import to_device
 from megatron.bdlm.parallel.plan import SequencePlan
 from megatron.bdlm.platform.ranges import span, spanned
 from megatron.bdlm.training.hooks import RowCounter
@@ -102,19 +103,19 @@ def next_batch(data_iterator: Iterator[Sample], model: Any) -> Batch:
     input_ids = None
     if stage.pre_process:
         streams = torch.stack([_global_rows(sample, noise) for sample, noise in zip(samples, noised)], dim=1)
-        input_ids = plan.take(streams, 0).t().contiguous().to(device, non_blocking=True)
+        input_ids = to_device(plan.take(streams, 0).t().contiguous(), device)
     params = BlockDiffusionParams.from_plan(
         plan, parallel_state.get_context_parallel_group(), _attention_options(config), device,
         _final_rows(plan, config, stage.config, training),
     )
     if stage.config.num_moe_experts is not None and training:
-        params.row_classes = row_classes(plan, samples, config.bdlm_router_rows).to(device, non_blocking=True)
+        params.row_classes = to_device(row_classes(plan, samples, config.bdlm_router_rows), device)
     if training and stage.post_process:
         processed_rows.add(plan.s_local * len(samples))
     positions = params.position_ids.expand(len(samples), -1)
     chosen = _self_conditioned(samples, config, training)
     return Batch(
-        input_ids, positions, params, rows, config, global_counts, training, None if chosen is None else chosen.to(device)
+        input_ids, positions, params, rows, config, global_counts, training, None if chosen is None else to_device(chosen, device)
     )
 
 

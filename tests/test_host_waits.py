@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.bdlm.attention import functional
 from megatron.bdlm.attention.functional import block_diffusion_attention
+from megatron.bdlm.config import BDLMConfig
 from megatron.bdlm.objective import linear_cross_entropy
+from megatron.bdlm.objective.loss import GlobalCounts, ScoredRows, block_diffusion_loss
 from megatron.bdlm.parallel.exchange import Link, Pending
 from megatron.bdlm.parallel.plan import SequencePlan
 
@@ -139,6 +141,18 @@ def test_cross_entropy_with_16_bit_inputs_sums_in_float32(gpu, monkeypatch):
     assert products.count({"out_dtype": torch.float32}) == 9  # 3 chunks: logits twice, the weight's gradient
 
 
+@pytest.mark.parametrize("clean_weight", [0.0, 0.5])
+def test_rows_go_to_the_gpu_and_become_a_loss_with_its_metrics(gpu, clean_weight):
+    flags, numbers = torch.zeros(12, dtype=torch.bool), torch.zeros(12)
+    rows = ScoredRows(
+        index=torch.arange(12), target=torch.arange(12), weight=numbers, nelbo_weight=numbers, t=numbers, clean=flags,
+        corrupted=flags, bucket_supervised=torch.zeros(10), counts=GlobalCounts(12, 0), supervised=12, masked=6,
+    ).to("cuda")
+    config = BDLMConfig(bdlm_clean_loss_weight=clean_weight)
+    loss, count, metrics = block_diffusion_loss(torch.empty(12, device="cuda"), rows, config, GlobalCounts(12, 3), diagnostics=True)
+    assert all(x.is_cuda for x in (loss, count, *metrics.values())) and len(metrics) > 10
+
+
 def test_what_waits_is_caught(gpu):
     x = torch.empty(30, device="cuda")
     for _ in range(20):
@@ -149,3 +163,5 @@ def test_what_waits_is_caught(gpu):
         x.cpu()
     with pytest.raises(AssertionError, match="the host waits for it"):
         torch.zeros(3).to("cuda")
+    with pytest.raises(AssertionError, match="the host waits for it"):
+        torch.tensor(3.0, device="cuda")
