@@ -4,8 +4,8 @@
     python benchmarks/gpu.py --toy                    # a CPU, seconds: that the command runs; its figures mean nothing
 
 First the device's matmul peak, measured. Then attention of one rank of 16 (`gpu_attention.py`) at 256K and 1M tokens, S = 32
-and 256, with the heads of Qwen3-8B and of a 26B-A4B model (its sliding and its full layers): ours, one maskless call of the same
-area (the ceiling), a causal call of the same area, and compiled FlexAttention with the same mask, forward and backward. Then whole
+and 256, with the heads of Qwen3-8B and of a 26B-A4B model (its sliding and its full layers): ours with and without its Triton
+kernels, one maskless call of the same area (the ceiling), a causal call of the same area, and compiled FlexAttention with the same mask, forward and backward. Then whole
 training steps of a 1B model at growing context until memory ends: tokens/s, and MFU, the model's own flops (no recomputation)
 over step time and matmul peak. Figures are medians after a warm-up; `x ours` says how many times faster ours is.
 """
@@ -141,10 +141,10 @@ def plot(result: dict, path: str) -> None:
     for axis, direction in ((forward, "forward"), (backward, "backward")):
         for number, name in enumerate(WAYS):
             rates = [point["ways"].get(name, {}).get(f"{direction}_tflops") or 0.0 for point in points]
-            axis.bar([place + 0.2 * number - 0.3 for place in range(len(points))], rates, 0.19, label=name)
+            axis.bar([place + 0.16 * number - 0.32 for place in range(len(points))], rates, 0.15, label=name)
         axis.axhline(result["matmul_peak"] / 1e12, color="black", linestyle="--", linewidth=1, label="matmul peak, measured")
         axis.set_ylabel(f"{direction}, TFLOP/s")
-    forward.legend(fontsize=8, ncols=5)
+    forward.legend(fontsize=8, ncols=6)
     names = [f"{point['model']}\nL={point['length']}\nS={point['block_size']}" for point in points]
     backward.set_xticks(range(len(points)), names, fontsize=8)
     forward.set_title(f"{result['device']}: attention of one of {points[0]['ranks']} ranks", fontsize=10)

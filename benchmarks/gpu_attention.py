@@ -1,8 +1,9 @@
 """Attention of one rank among many, measured on one device: what the other ranks would send is simply there.
 
-Four ways to compute the same number of (query, key) pairs, forward and backward:
+Ways to compute the same number of (query, key) pairs, forward and backward:
 
     ours      block_diffusion_attention's tiles under the rank's plan
+    dense     the same without the Triton kernels for small rectangles (--bdlm-diagonal-kernel dense)
     maskless  one call of the same kernel: the rank's rows against as many keys as give the area. The ceiling
     causal    one causal call of the same kernel, a square of the same area
     flex      compiled FlexAttention with the same mask (its block mask is made beforehand and not timed)
@@ -15,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
@@ -189,7 +191,9 @@ def mask_of(point: Point, heads: Heads, rows: torch.Tensor, keys: torch.Tensor) 
     return visible
 
 
-WAYS: dict[str, Callable[[Point, Heads, dict], Work]] = {"ours": ours, "maskless": maskless, "causal": causal, "flex": flex}
+WAYS: dict[str, Callable[[Point, Heads, dict], Work]] = {
+    "ours": ours, "dense": partial(ours, diagonal="dense"), "maskless": maskless, "causal": causal, "flex": flex,
+}
 
 
 # ---- measuring -------------------------------------------------------------------------------------
@@ -221,8 +225,8 @@ def measure_way(name: str, point: Point, heads: Heads, repeats: int, like: dict)
                 backwards.append(synchronised(work.backward, out)[0])
             del out
         peak = torch.cuda.max_memory_allocated() - held if on_gpu else None
-    except (RuntimeError, ValueError, NotImplementedError) as error:  # out of memory, sizes that a kernel refuses
-        return {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+    except Exception as error:  # out of memory, sizes that a library refuses or cannot compile: the other ways go on
+        return {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"}
     return {
         "forward_seconds": statistics.median(forwards[1:]),
         "backward_seconds": statistics.median(backwards[1:]) if backwards else None,

@@ -13,8 +13,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import gpu  # noqa: E402
-from benchmarks.gpu_attention import MODELS, Heads, Point, mask_of, ratios, rows_and_keys  # noqa: E402
+from benchmarks import context_strategies, gpu  # noqa: E402
+from benchmarks.gpu_attention import MODELS, Heads, Point, mask_of, measure_way, ratios, rows_and_keys  # noqa: E402
 
 FLOAT32 = {"dtype": torch.float32, "device": "cpu"}
 
@@ -69,6 +69,18 @@ def test_what_multi_gpu_refuses(settings, message):
     environment = {**os.environ, **settings, "BDLM_PYTHON": sys.executable}
     done = subprocess.run(["bash", "benchmarks/multi_gpu.sh"], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and message in done.stderr
+
+
+def test_cuda_ranks_need_torchrun(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["context_strategies.py", "--device", "cuda"])
+    with pytest.raises(SystemExit):
+        context_strategies.parse()
+    assert "--device cuda: needs GPUs and torchrun" in capsys.readouterr().err
+
+
+def test_a_way_that_fails_leaves_its_reason():
+    found = measure_way("maskless", Point("toy", 64, 4, 8), Heads(4, 2, 0), 1, FLOAT32)
+    assert set(found) == {"error"} and "Error" in found["error"]
 
 
 def free_port() -> int:
