@@ -137,18 +137,18 @@ def plot(result: dict, path: str) -> None:
     from matplotlib import pyplot
 
     points = result["attention"]
-    figure, (forward, backward) = pyplot.subplots(2, 1, figsize=(1.6 * len(points) + 3, 7), sharex=True)
+    figure, (forward, backward) = pyplot.subplots(2, 1, figsize=(max(8.0, 1.6 * len(points) + 3), 7), sharex=True)
     for axis, direction in ((forward, "forward"), (backward, "backward")):
         for number, name in enumerate(WAYS):
             rates = [point["ways"].get(name, {}).get(f"{direction}_tflops") or 0.0 for point in points]
             axis.bar([place + 0.16 * number - 0.32 for place in range(len(points))], rates, 0.15, label=name)
         axis.axhline(result["matmul_peak"] / 1e12, color="black", linestyle="--", linewidth=1, label="matmul peak, measured")
         axis.set_ylabel(f"{direction}, TFLOP/s")
-    forward.legend(fontsize=8, ncols=6)
+    figure.legend(*forward.get_legend_handles_labels(), loc="lower center", fontsize=8, ncols=6)
     names = [f"{point['model']}\nL={point['length']}\nS={point['block_size']}" for point in points]
     backward.set_xticks(range(len(points)), names, fontsize=8)
     forward.set_title(f"{result['device']}: attention of one of {points[0]['ranks']} ranks", fontsize=10)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(path, dpi=110)
 
 
