@@ -47,7 +47,11 @@ def _rank_main(layouts):
 
 @pytest.mark.parametrize("size, layouts", [
     (2, [(1, "direct"), (2, "direct"), (2, "queries")]),
-    (4, [(1, "direct"), (2, "direct"), (2, "queries"), (4, "direct"), (4, "ring"), (4, "allgather"), (4, "queries"), (4, "auto")]),
+    pytest.param(
+        4,
+        [(1, "direct"), (2, "direct"), (2, "queries"), (4, "direct"), (4, "ring"), (4, "allgather"), (4, "queries"), (4, "auto")],
+        marks=pytest.mark.slow,
+    ),
 ])
 def test_every_layout_equals_one_rank(size, layouts):
     found = run_distributed(_rank_main, size, layouts)[0]
