@@ -9,12 +9,17 @@
 # Everything goes into runs/dflash; what is already there is kept, so an interrupted run continues.
 #
 #   RUN_DIR        where everything goes (default: runs/dflash)
+#   PROMPTS        prompts that the target answers (default: 40), the last HELD_OUT of them for evaluation (default: 8)
+#   NEW_TOKENS     tokens of an answer (default: 64)
 #   TRAIN_ITERS    iterations of training (default: 400)
 #   BDLM_VENV, BDLM_PYTHON, BDLM_PIP_ARGS   see examples/environment.sh
 set -euo pipefail
 
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
 RUN_DIR=${RUN_DIR:-runs/dflash}
+PROMPTS=${PROMPTS:-40}
+HELD_OUT=${HELD_OUT:-8}
+NEW_TOKENS=${NEW_TOKENS:-64}
 TRAIN_ITERS=${TRAIN_ITERS:-400}
 
 stage() { printf '\n=== [%2d:%02d] %s\n' $((SECONDS / 60)) $((SECONDS % 60)) "$*"; }
@@ -54,25 +59,25 @@ PYTHON
     mv -- "$TARGET.new" "$TARGET"
 fi
 
-stage "3/8 prompts and the target's own greedy answers; the last 8 are held out"
-HELD_OUT=8
+stage "3/8 $PROMPTS prompts and the target's own greedy answers; the last $HELD_OUT are held out"
 if [[ ! -f $RUN_DIR/prompts.jsonl ]]; then
-    python - >"$RUN_DIR/prompts.jsonl" <<'PYTHON'
+    python - "$PROMPTS" >"$RUN_DIR/prompts.jsonl" <<'PYTHON'
 import json
 import random
+import sys
 
 random.seed(0)
 # two-digit numbers throughout, so that all prompts have one length and are answered side by side
 sequences = [(step, first) for step in (1, 2, 3, 5) for first in range(11, 60)]
 lines = [
-    f"Counting in steps of {step}: {first}, {first + step}, {first + 2 * step}," for step, first in random.sample(sequences, 40)
+    f"Counting in steps of {step}: {first}, {first + step}, {first + 2 * step}," for step, first in random.sample(sequences, int(sys.argv[1]))
 ]
 print("\n".join(json.dumps({"prompt": line}) for line in lines))
 PYTHON
 fi
 SAMPLES=$RUN_DIR/samples
 [[ -d $SAMPLES ]] ||
-    python tools/generate_dflash_data.py --target "$TARGET" --prompts "$RUN_DIR/prompts.jsonl" --new-tokens 64 --batch 40 \
+    python tools/generate_dflash_data.py --target "$TARGET" --prompts "$RUN_DIR/prompts.jsonl" --new-tokens "$NEW_TOKENS" --batch 40 \
         --output "$SAMPLES"
 
 stage "4/8 features of four target layers, once"
@@ -114,7 +119,7 @@ LOGGING_ARGS=(
     --num-workers 0
     --load "$RUN_DIR/checkpoints"
     --save "$RUN_DIR/checkpoints"
-    --save-interval 100
+    --save-interval 50
     --ckpt-format torch_dist
     --dist-ckpt-optim-fully-reshardable
     --tensorboard-dir "$RUN_DIR/tensorboard"
