@@ -65,8 +65,24 @@ def test_router_losses_are_divided_by_what_the_global_batch_counts(monkeypatch):
 def test_the_last_layer_is_whole_where_its_router_counts_clean_rows(coefficient, counted, skips):
     model = SimpleNamespace(
         num_moe_experts=4, moe_z_loss_coeff=None, moe_aux_loss_coeff=coefficient, moe_router_load_balancing_type="aux_loss", moe_router_enable_expert_bias=False,
-        attention_output_gate=False, sequence_parallel=False,
+        attention_output_gate=False, sequence_parallel=False, fp8=None,
     )
     plan, config = SequencePlan.build(16, 4), BDLMConfig(bdlm_router_rows=counted)
     assert step._final_rows(plan, config, model, training=True) == (16 if skips else None)
     assert step._final_rows(plan, config, model, training=False) == 16, "validation has no router losses"
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "fp8", "recipe", "expected"),
+    [(False, None, "delayed", 1), (True, None, "delayed", 2), (False, "hybrid", "delayed", 16), (True, "e4m3", "mxfp8", 64)],
+)
+def test_rows_are_aligned_for_sequence_parallelism_and_fp8(sequence_parallel, fp8, recipe, expected):
+    model = SimpleNamespace(
+        tensor_model_parallel_size=2, sequence_parallel=sequence_parallel, fp8=fp8, fp8_recipe=recipe, num_moe_experts=None,
+        attention_output_gate=False,
+    )
+    assert step.row_alignment(model) == expected
+    plan = SequencePlan.build(24, 4, row_multiple=expected)
+    assert plan.s_local % expected == 0
+    # 24 noisy rows alone are a product of their own in the last layer: all rows where they are not aligned
+    assert step._final_rows(plan, BDLMConfig(), model, training=True) == (24 if expected <= 2 else None)

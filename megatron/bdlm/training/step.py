@@ -19,6 +19,7 @@ from typing import Any, Iterator, Optional
 import numpy as np
 import torch
 from megatron.core import parallel_state
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args
@@ -219,12 +220,17 @@ def _plan_of(samples: list[ArraySample], config: BDLMConfig, model_config: Any) 
             f"--micro-batch-size {len(samples)}: samples whose documents, turns or supervised blocks differ have other rows and "
             "cannot share a micro-batch. A legal value: 1"
         )
-    tensor_ranks = model_config.tensor_model_parallel_size if model_config.sequence_parallel else 1
     ranks = parallel_state.get_context_parallel_world_size()
     return _plan(
         len(samples[0]["tokens"]), config.bdlm_block_size, config.bdlm_views, layouts.pop(), config.bdlm_clean_attention,
-        config.bdlm_noisy_attention, config.resolved_strategy(ranks), tensor_ranks, ranks, parallel_state.get_context_parallel_rank(),
+        config.bdlm_noisy_attention, config.resolved_strategy(ranks), row_alignment(model_config), ranks, parallel_state.get_context_parallel_rank(),
     )
+
+
+def row_alignment(model_config: Any) -> int:
+    """What a rank's rows are a multiple of: sequence parallelism shares them out, and FP8 products need them aligned."""
+    tensor_ranks = model_config.tensor_model_parallel_size if model_config.sequence_parallel else 1
+    return tensor_ranks * (get_fp8_align_size(model_config.fp8_recipe) if model_config.fp8 else 1)
 
 
 @functools.lru_cache(maxsize=8)
@@ -264,9 +270,9 @@ def _final_rows(plan: SequencePlan, config: BDLMConfig, model_config: Any, train
         return None  # its layers return every row
     if training and has_router_statistics(model_config) and config.bdlm_router_rows != "noisy":
         return None  # the last router counts clean rows
-    tensor_ranks = model_config.tensor_model_parallel_size if model_config.sequence_parallel else 1
+    multiple = row_alignment(model_config)
     held = [plan.views * plan.holdings(rank).noisy.count for rank in range(plan.context_parallel_size)]
-    return plan.noisy_rows if all(rows and rows % tensor_ranks == 0 for rows in held) else None
+    return plan.noisy_rows if all(rows and rows % multiple == 0 for rows in held) else None
 
 
 def _attention_options(config: BDLMConfig) -> AttentionOptions:
