@@ -21,12 +21,14 @@ cpu.enable()  # before the engine is imported
 
 from megatron.bdlm.config import RECIPES, BDLMConfig  # noqa: E402
 from megatron.bdlm.data.sft import FinetuneOptions  # noqa: E402
+from megatron.bdlm.drafter.options import DrafterOptions  # noqa: E402
 from megatron.bdlm.training.arguments import DryRunOptions  # noqa: E402
 
 GROUPS = {
     BDLMConfig: "",
     FinetuneOptions: "## Fine-tuning\n\n`finetune_bdlm.py` only.",
     DryRunOptions: "## Before a run\n\nBoth entry scripts; see [operations](operations.md#before-the-run).",
+    DrafterOptions: "## Drafters\n\n`pretrain_dflash.py` only, which takes none of the others; see [drafters](drafters.md).",
 }
 """Dataclasses whose fields are flags, and what stands above each table."""
 
