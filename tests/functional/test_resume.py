@@ -11,6 +11,7 @@ import torch
 from megatron.bdlm.checkpoint.tracker import TRACKER, newest_checkpoint
 from megatron.bdlm.testing.topologies import toy_flags
 from megatron.bdlm.testing.training_run import REPOSITORY, RunFailure, checkpoint_tensors, command, environment, launch
+from megatron.bdlm.training.json_log import read_lines
 
 SCRIPT = "pretrain_bdlm.py"
 CSBP = ["--context-parallel-size", "2", "--block-parallel-size", "2"]
@@ -49,12 +50,16 @@ def test_ten_steps_are_five_save_five(straight, tmp_path):
 
 
 def test_resharded_checkpoint_continues_the_same_curve(straight, tmp_path):
-    """Saved at TP 2 x CP 2, loaded at TP 1, DP 2."""
+    """Saved at TP 2 x CP 2, loaded at TP 1, DP 2; the log of JSON lines is appended to."""
+    log = ["--bdlm-json-log", str(tmp_path / "run.jsonl")]
     save = ["--save", str(tmp_path / "checkpoint"), "--save-interval", "5"]
     both = ["--tensor-model-parallel-size", "2", "--context-parallel-size", "2"]
     # the engine keeps the length of its schedules in the checkpoint, so both runs have ten iterations
-    launch(SCRIPT, toy_flags(10, *both, *save, "--exit-interval", "5"), processes=4, folder=tmp_path / "first")
-    resumed = launch(SCRIPT, toy_flags(10, "--load", str(tmp_path / "checkpoint")), processes=2, folder=tmp_path / "second")
+    launch(SCRIPT, toy_flags(10, *both, *save, *log, "--exit-interval", "5"), processes=4, folder=tmp_path / "first")
+    resumed = launch(SCRIPT, toy_flags(10, *log, "--load", str(tmp_path / "checkpoint")), processes=2, folder=tmp_path / "second")
+    lines = read_lines(tmp_path / "run.jsonl")
+    assert [line["iteration"] for line in lines if line["kind"] == "train"] == list(range(1, 11))
+    assert [(line["iteration"], line["world size"]) for line in lines if line["kind"] == "start"] == [(0, 4), (5, 2)]
     _, run = straight
     for name in ("lm loss", "grad-norm"):
         for step, value in resumed.scalars[name].items():
