@@ -215,7 +215,7 @@ def test_a_switch_of_a_recipe_can_be_turned_off(monkeypatch):
 def test_engine_defaults(monkeypatch):
     args = _parsed(monkeypatch)
     assert args.calculate_per_token_loss and args.attention_dropout == 0.0
-    assert not args.create_attention_mask_in_dataloader
+    assert not args.create_attention_mask_in_dataloader and args.eval_interval == 1000
     if ON_CPU:
         assert (args.distributed_backend, args.transformer_impl) == ("gloo", "local")
 

@@ -32,6 +32,7 @@ ENGINE_DEFAULTS = dict(
     hidden_dropout=0.0,
     position_embedding_type="rope",
     normalization="RMSNorm",
+    eval_interval=1000,  # the engine has none and divides by it, whatever --eval-iters says
     moe_token_dispatcher_type="alltoall",  # the stock one refuses the row counts that vary in a pipeline, in dense models too
 )
 """Engine flags (by destination) whose stock defaults do not fit a block diffusion run; a flag given wins."""
