@@ -1,5 +1,7 @@
 """The canvas sampler: its rules by hand, and step by step against transformers with the same random numbers (test 11)."""
 
+import json
+
 import pytest
 import torch
 
@@ -78,3 +80,18 @@ def test_the_same_tokens_as_transformers(settings):
 def test_prompts_of_different_lengths_are_refused():
     with pytest.raises(ValueError, match="prompts: .* one length of at least 1"):
         sample_canvases(None, [[1, 2], [3]], 6, CanvasOptions())
+
+
+def test_options_of_a_folder(tmp_path):
+    """generation_config.json over config.json, wishes over both; the published defaults without a folder."""
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 1, "pad_token_id": 0}}))
+    assert CanvasOptions.of_folder(tmp_path).eos_token_ids == (1,) and CanvasOptions.of_folder(tmp_path).pad_token_id == 0
+    settings = {"eos_token_id": [1, 106], "t_max": 0.7, "sampler_config": {"_cls_name": "EntropyBoundSamplerConfig", "entropy_bound": 0.2}}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    options = CanvasOptions.of_folder(tmp_path, max_denoising_steps=7, max_new_tokens=None)
+    assert options == CanvasOptions(
+        eos_token_ids=(1, 106), t_max=0.7, entropy_bound=0.2, max_denoising_steps=7, max_new_tokens=256, pad_token_id=0
+    )
+    assert CanvasOptions.of_folder(None) == CanvasOptions()
+    with pytest.raises(ValueError, match="max_denoising_steps 0: at least one. A legal value: 48"):
+        CanvasOptions(max_denoising_steps=0)
