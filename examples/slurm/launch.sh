@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# The common part of the batch scripts beside it: starts examples/03_pretrain.sh once on every node of the job, and puts the job
-# back into the queue while steps are left. To be sourced, with the variables of 03_pretrain.sh exported.
+# The common part of the batch scripts beside it: starts SCRIPT (examples/03_pretrain.sh) once on every node of the job, and puts the job
+# back into the queue while steps are left. To be sourced, with the variables of that script exported.
 #
 # Slurm sends SIGUSR2 to every process of the step ten minutes before the time limit (--signal): the training processes save a
 # checkpoint and leave with exit code 0. A launch that ends with an error, or that has added no step, is not put back.
@@ -9,17 +9,18 @@
 
 reached() { cat -- "$RUN_DIR/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0; }
 
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST") # whole: under pipefail `| head -n 1` may end the script by SIGPIPE
+MASTER_ADDR=${HOSTS%%$'\n'*}
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000)) # jobs that share a node do not meet
 NNODES=$SLURM_JOB_NUM_NODES
-export MASTER_ADDR MASTER_PORT NNODES
+export MASTER_ADDR MASTER_PORT NNODES SCRIPT=${SCRIPT:-examples/03_pretrain.sh}
 
 mkdir -p -- "$RUN_DIR"
 BEFORE=$(reached)
 printf '=== %s: job %s on %s, from step %s of %s\n' "$(date)" "$SLURM_JOB_ID" "$SLURM_JOB_NODELIST" "$BEFORE" "$TRAIN_ITERS"
 # With a container runtime: srun --container-image=IMAGE --container-mounts="$PWD:$PWD" ..
 # shellcheck disable=SC2016 # SLURM_NODEID is expanded on each node
-srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec bash examples/03_pretrain.sh'
+srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec bash "$SCRIPT"'
 
 AFTER=$(reached)
 if ((AFTER >= TRAIN_ITERS)); then

@@ -177,4 +177,4 @@ KNOWN = {
         ),
     )
 }
-"""Models by name: those of the published figures that `published.py` compares with."""
+"""Models by name: those of the published figures that `published.py` compares with, and of the batch scripts in examples/slurm."""
