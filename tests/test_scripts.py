@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = sorted([*ROOT.glob("examples/*.sh"), *ROOT.glob("examples/slurm/*"), *ROOT.glob("benchmarks/*.sh"), *ROOT.glob("tests/*.sh"), ROOT / ".ci" / "run"])
+FOLDERS = ("examples/*.sh", "examples/recipes/*.sh", "examples/slurm/*", "benchmarks/*.sh", "tests/*.sh")
+SCRIPTS = sorted([*(path for folder in FOLDERS for path in ROOT.glob(folder)), ROOT / ".ci" / "run"])
 
 FAKE_PYTHON = """#!/usr/bin/env bash
 # -c CODE succeeds; -m venv DIR makes DIR/bin/python; -m pip install notes its arguments and ends with FAKE_PIP_EXIT
