@@ -47,6 +47,7 @@ def train_valid_test_datasets_provider(sample_counts, vp_stage=None):
 train_valid_test_datasets_provider.is_distributed = True
 
 if __name__ == "__main__":
-    container = run.prepare()
-    pretrain(container, train_valid_test_datasets_provider, ModelType.encoder_or_decoder, forward_step)
-    run.finish()
+    with run.reported():
+        container = run.prepare()
+        pretrain(container, train_valid_test_datasets_provider, ModelType.encoder_or_decoder, forward_step)
+        run.finish()

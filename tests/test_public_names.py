@@ -33,7 +33,7 @@ FLAGS = """
 --bdlm-diffusion-gemma --bdlm-self-conditioning --bdlm-freeze-router --bdlm-clean-loss-tokens
 --bdlm-ranks-per-node --bp-grad-dtype --bdlm-attention-kernel --bdlm-diagonal-kernel --bdlm-noisy-rows --bdlm-full-last-layer
 --bdlm-router-rows
---bdlm-json-log
+--bdlm-json-log --bdlm-keep-checkpoints
 """.split()
 
 FINETUNE_AND_DRY_RUN_FLAGS = "--bdlm-sft-packing --bdlm-sft-too-long --dry-run --dry-run-world-size --dry-run-gpu --dry-run-json".split()

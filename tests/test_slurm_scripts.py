@@ -37,7 +37,8 @@ STAND_INS = {
     "srun": """while [[ $1 == --* ]]; do shift; done
     for node in $(seq 0 $((SLURM_JOB_NUM_NODES - 1))); do SLURM_NODEID=$node "$@" || exit; done""",
     "torchrun": f"""{TORCHRUN}
-    mkdir -p "$RUN_DIR/checkpoints"; echo "$STAND_IN_REACHED" >"$RUN_DIR/checkpoints/latest_checkpointed_iteration.txt\"""",
+    mkdir -p "$RUN_DIR/checkpoints"; echo "$STAND_IN_REACHED" >"$RUN_DIR/checkpoints/latest_checkpointed_iteration.txt"
+    [[ -z ${{STAND_IN_ENDING:-}} ]] || {{ echo "$STAND_IN_ENDING" >"$RUN_DIR/checkpoints/bdlm_exit.txt"; [[ $STAND_IN_ENDING == 75* ]]; }}""",
 }
 
 PREDICTED = re.compile(
@@ -158,3 +159,18 @@ def test_a_job_trains_with_the_recipe_of_a_script(tmp_path):
     done = submit("qwen3_8b_256k_2x8.sbatch", tmp_path, reached=1000, SCRIPT="examples/recipes/sdar.sh")
     assert done.returncode == 0, done.stderr
     assert flag_value((tmp_path / "node1").read_text().splitlines(), "--bdlm-noise-level-per") == "document"
+
+
+@pytest.mark.parametrize(
+    "ending, requeued, code",
+    [
+        ("75 saved step 40 of 1000 is done", True, 0),
+        ("76 peer no sign of life from rank 3", True, 0),
+        ("74 disk no space is left", False, 74),
+        ("16 rerun a result of step 41 was refused twice", False, 16),
+    ],
+)
+def test_how_a_launch_ended_decides(ending, requeued, code, tmp_path):
+    done = submit("qwen3_8b_256k_2x8.sbatch", tmp_path, reached=40, STAND_IN_ENDING=ending)
+    assert done.returncode == code and f"=== ended: {ending}" in done.stdout, done.stdout + done.stderr
+    assert (tmp_path / "requeued").exists() == requeued

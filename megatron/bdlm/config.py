@@ -168,6 +168,10 @@ class BDLMConfig:
     bdlm_json_log: Optional[str] = None
     """File to which every logged iteration and every evaluation is appended as one line of JSON, with TensorBoard's names; a resumed run appends."""
 
+    # ---- running ---------------------------------------------------------------------------
+    bdlm_keep_checkpoints: Optional[int] = None
+    """Newest complete checkpoints of --save to keep; older ones are deleted once a newer one stands, default: all stay."""
+
     def validate(self) -> None:
         """Check the rules between the options of this group.
 
@@ -225,6 +229,10 @@ class BDLMConfig:
             self.bdlm_loss_denominator != "block-mean" or (self.bdlm_loss_weight == "unit" and self.bdlm_views == 1),
             "--bdlm-loss-denominator", self.bdlm_loss_denominator,
             "a mean of block means has its own weights: --bdlm-loss-weight unit and --bdlm-views 1", "supervised",
+        )
+        _require(
+            self.bdlm_keep_checkpoints is None or self.bdlm_keep_checkpoints >= 1,
+            "--bdlm-keep-checkpoints", self.bdlm_keep_checkpoints, "the newest checkpoint always stays", "2",
         )
         self.block_sizes()
         _require(

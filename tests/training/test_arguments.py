@@ -24,6 +24,7 @@ STOCK = dict(
     experimental_attention_variant=None, softmax_type="vanilla", use_mup=False, hybrid_context_parallel=False,
     cuda_graph_impl="none", full_validation=False, window_size=None, cp_comm_type=["p2p"], reset_position_ids=False,
     dataloader_inter_document_masking=False, micro_batch_size=1, eval_micro_batch_size=None, dry_run=False,
+    save_retain_interval=None,
 )
 EXPERTS = dict(
     num_experts=8, tensor_model_parallel_size=1, sequence_parallel=False, moe_expert_capacity_factor=None, moe_input_jitter_eps=None,
@@ -105,6 +106,16 @@ def test_refused_self_conditioning(gemma, stages, message):
     args = SimpleNamespace(**{**STOCK, "pipeline_model_parallel_size": stages})
     with pytest.raises(BDLMConfigError, match=message):
         arguments.check_combination(args, BDLMConfig(bdlm_self_conditioning=0.5, bdlm_diffusion_gemma=gemma))
+
+
+def test_two_rules_of_deletion_are_refused():
+    with pytest.raises(BDLMConfigError, match="--save-retain-interval 100: .* A legal value: unset"):
+        arguments.check_combination(SimpleNamespace(**{**STOCK, "save_retain_interval": 100}), BDLMConfig(bdlm_keep_checkpoints=2))
+
+
+def test_at_least_one_checkpoint_is_kept():
+    with pytest.raises(BDLMConfigError, match="--bdlm-keep-checkpoints 0: the newest checkpoint always stays. A legal value: 2"):
+        BDLMConfig(bdlm_keep_checkpoints=0).validate()
 
 
 def test_separate_documents_need_micro_batches_of_one():

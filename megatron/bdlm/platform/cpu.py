@@ -16,6 +16,7 @@ Order in an entry script: `ON_CPU = cpu.enable()`, then `import megatron...`, th
 """
 
 import contextlib
+import datetime
 import importlib.metadata
 import os
 import resource
@@ -267,6 +268,24 @@ def _reduce_scatter(rows: torch.Tensor, group, sizes: list[int]) -> torch.Tensor
     parts = rows.new_empty(len(sizes) * own, *rows.shape[1:])
     torch.distributed.all_to_all_single(parts, rows.contiguous(), [own] * len(sizes), sizes, group=group)
     return parts.view(len(sizes), own, *rows.shape[1:]).sum(0)
+
+
+def limit_waits(seconds: float) -> None:
+    """Give every wait for a transfer this timeout; nothing where CUDA is used.
+
+    The engine changes the timeout of process groups after the first step. Gloo's collectives follow, but its point-to-point
+    transfers keep the one that their sockets were connected with, unless a wait names its own.
+    """
+    if not is_active():
+        return
+    work = torch.distributed.Work
+    stock_wait = getattr(work.wait, "stock", work.wait)
+
+    def wait(self, timeout=datetime.timedelta(seconds=seconds)):
+        return stock_wait(self, timeout)
+
+    wait.stock = stock_wait
+    work.wait = wait
 
 
 class FusedAdam(torch.optim.Optimizer):

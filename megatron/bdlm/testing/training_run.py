@@ -35,7 +35,7 @@ def command(script: str, flags: list[str], processes: int) -> list[str]:
     """The torchrun command line of a script of this repository."""
     return [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes),
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{_free_port()}", str(REPOSITORY / script), *flags,
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", str(REPOSITORY / script), *flags,
     ]
 
 
@@ -89,7 +89,8 @@ def checkpoint_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

@@ -238,6 +238,11 @@ def check_combination(args: Any, config: BDLMConfig) -> None:
     if args.num_experts is not None:
         _check_experts(args)
     _refuse(
+        config.bdlm_keep_checkpoints is not None and args.save_retain_interval is not None,
+        "--save-retain-interval", args.save_retain_interval,
+        "--bdlm-keep-checkpoints deletes by another rule, and the two would delete each other's", "unset",
+    )
+    _refuse(
         config.bdlm_self_conditioning > 0.0 and config.bdlm_diffusion_gemma is None, "--bdlm-self-conditioning",
         config.bdlm_self_conditioning, "only a model with --bdlm-diffusion-gemma has it", "0",
     )

@@ -21,6 +21,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import unwrap_model
 from megatron.training import get_args
 
@@ -123,9 +124,28 @@ def next_batch(data_iterator: Iterator[Sample], model: Any) -> Batch:
 def batch_loss(batch: Batch, nll: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """(sum, count, metrics) for the engine out of the scored rows' negative log-likelihoods [n]."""
     loss, count, metrics = block_diffusion_loss(nll, batch.rows, batch.config, batch.global_counts, diagnostics=batch.training)
-    if not batch.training:
+    if batch.training:
+        _validate(loss.detach() / count.clamp(min=1))
+    else:
         metrics = {name: metrics[name] for name in VALIDATION_METRICS if name in metrics}
     return loss, count, metrics
+
+
+SPIKE = 10.0
+"""--check-for-spiky-loss: this many times the largest loss that a rank has seen."""
+
+
+def _validate(loss: torch.Tensor) -> None:
+    """Hand this rank's loss to the engine's rerun machinery, which reruns the step of a refused value (--rerun-mode)."""
+    args, machine = get_args(), get_rerun_state_machine()
+    checks = []
+    if args.check_for_nan_in_loss_and_grad:
+        checks += [(torch.isnan, "found NaN in the local loss", True), (torch.isinf, "found Inf in the local loss", True)]
+    if args.check_for_spiky_loss:
+        spiky = functools.partial(machine.is_unexpectedly_large, threshold=SPIKE, context="loss")
+        checks.append((spiky, f"local loss above {SPIKE:g} times its largest value", False))
+    for refuse, message, fatal in checks:
+        machine.validate_result(result=loss, rejection_func=refuse, message=message, tolerance=0.0, fatal=fatal)
 
 
 def _unstack(samples: Sample) -> list[ArraySample]:
