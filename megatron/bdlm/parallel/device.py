@@ -43,6 +43,12 @@ def exchange_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     return _own_groups[given]
 
 
+def set_timeout(timeout: timedelta) -> None:
+    """How long transfers on the exchange's own groups may take from now on; the engine changes its groups after the first step."""
+    for own in _own_groups.values():
+        dist.distributed_c10d._set_pg_timeout(timeout, own)
+
+
 def _open(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A second NCCL group over the ranks of `group`; only they take part."""
     ranks, timeout = dist.get_process_group_ranks(group), _timeout(group)

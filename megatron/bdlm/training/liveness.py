@@ -22,6 +22,7 @@ import torch
 from megatron.training import get_args
 from megatron.training import training as engine_training
 
+from megatron.bdlm.parallel import device
 from megatron.bdlm.platform import cpu
 
 KEY = "bdlm/alive/{}"
@@ -162,6 +163,7 @@ class Watch:
                 self.first = iteration
             elif iteration == self.first + 1:  # the engine has just changed the process groups
                 cpu.limit_waits(_timeout(get_args()))
+                device.set_timeout(datetime.timedelta(seconds=_timeout(get_args())))
             if self.liveness and iteration > self.first:
                 self.liveness.enter(iteration)
             result = stock_train_step(*args, iteration=iteration, **kwargs)
