@@ -30,6 +30,7 @@ def caused_by(cause):
         (OSError(errno.ENOSPC, "No space left on device"), 74, "disk"),
         (caused_by(OSError(errno.EDQUOT, "Disk quota exceeded")), 74, "disk"),
         (RuntimeError("Local rank: 0, [Errno 28] No space left on device: 'x.distcp'"), 74, "disk"),
+        (faults.SaveFailed("the checkpoint of iteration 3 could not be written to x, where 0.0 MiB are free"), 74, "disk"),
         (IncompleteCheckpoint("x.distcp: 5 bytes, the index needs 9 bytes"), 74, "disk"),
         (DataError("a.bin: truncated"), 66, "data"),
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), 71, "worker"),

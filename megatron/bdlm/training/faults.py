@@ -34,6 +34,10 @@ from megatron.bdlm.data.indexed import check_pair, idx_path
 FILE_NAME = "bdlm_exit.txt"
 
 
+class SaveFailed(RuntimeError):
+    """A checkpoint could not be written. The engine's writers keep no word of the reason, so the message tells the space that is left."""
+
+
 @dataclass(frozen=True)
 class Ending:
     """How a run ended: an exit code, its name, and what to know."""
@@ -55,6 +59,8 @@ def classify(error: BaseException, data_prefixes: tuple[str, ...] = ()) -> Endin
         return Ending(78, "options", _first_line(error))
     if any(isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT) for link in chain) or _NO_SPACE.search(text):
         return Ending(74, "disk", "no space is left where a file was written; free some, and start the same command again")
+    if any(isinstance(link, SaveFailed) for link in chain) and not _LOST_PEER.search(text):
+        return Ending(74, "disk", _first_line(error))
     if any(isinstance(link, IncompleteCheckpoint) for link in chain):
         return Ending(74, "disk", f"a checkpoint is not whole and was not made the newest: {_first_line(error)}")
     unreadable = _unreadable(data_prefixes)

@@ -7,10 +7,12 @@
 * a folder that is written again (a run set back to an earlier checkpoint) loses its `metadata.json` first;
 * a checkpoint that this run has loaded or saved itself is not written a second time, as the engine would do when a finished
   run is started again: a kill at that moment would take the newest checkpoint away;
+* a save that fails says where, and how much space is left there;
 * with `--bdlm-keep-checkpoints N` older checkpoints are deleted in the background once the newest stands.
 """
 
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -24,6 +26,7 @@ from megatron.training import training as engine_training
 
 from megatron.bdlm.checkpoint.retention import delete_surplus
 from megatron.bdlm.checkpoint.tracker import LAST_WRITTEN, IncompleteCheckpoint, check_files, iteration_folder
+from megatron.bdlm.training.faults import SaveFailed
 
 VISIBLE_WITHIN = 30.0
 """Seconds that a network file system is given to show rank 0 what other nodes have written."""
@@ -48,7 +51,13 @@ def install(keep: Optional[int]) -> None:
                 _print_first(f"> the checkpoint of iteration {iteration} stands already; it is not written again")
                 return
             _begin_again(iteration_folder(Path(get_args().save), iteration))
-        stock_save(iteration, *args, non_persistent_ckpt=non_persistent_ckpt, **kwargs)
+        try:
+            stock_save(iteration, *args, non_persistent_ckpt=non_persistent_ckpt, **kwargs)
+        except Exception as error:
+            free = shutil.disk_usage(get_args().save).free / 2**20
+            raise SaveFailed(
+                f"the checkpoint of iteration {iteration} could not be written to {get_args().save}, where {free:.1f} MiB are free"
+            ) from error
         if not non_persistent_ckpt:
             last[:] = [iteration]
             if keep is not None and torch.distributed.get_rank() == 0:
