@@ -1,6 +1,7 @@
 """Faults provoked for real: what a run says, which code it ends with, and that its older checkpoint still loads."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -28,19 +29,22 @@ def told(checkpoints):
 
 
 def test_a_stopped_peer_ends_the_job_in_time_and_is_named(tmp_path):
-    """SIGSTOP to rank 1: rank 0 names it, the collective and the last step; torchrun then ends the stopped process too."""
+    """SIGSTOP to rank 1: rank 0 names it, where it waits and the last step, and leaves."""
     save = ["--save", str(tmp_path / "checkpoints"), "--save-interval", "100000"]
     flags = toy_flags(ENDLESS, *CSBP, *save, "--distributed-timeout-seconds-after-init", "4")
-    with LiveRun(SCRIPT, flags, processes=2, folder=tmp_path, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="2") as run:
+    with LiveRun(SCRIPT, flags, processes=2, folder=tmp_path) as run:
         run.wait_for("iteration        4/")
-        os.kill(run.ranks()[1], signal.SIGSTOP)
+        peer = run.ranks()[1]
+        os.kill(peer, signal.SIGSTOP)
         stopped = time.monotonic()
-        assert run.end(timeout=60) == 1  # torchrun's; the rank's own is in the file
+        run.wait_for("rank 0 ends with 76 (peer)", timeout=60)
         seconds = time.monotonic() - stopped
-        assert seconds < 4 + 2 + 2 + 20, seconds  # timeout, looking for the silent rank, torchrun's patience, and some for a busy machine
+        assert seconds < 4 + 2 + 20, seconds  # timeout, looking for the silent rank, and some for a busy machine
+        os.kill(peer, signal.SIGKILL)  # as torchrun does 30 s after its SIGTERM, which a stopped process does not take
+        assert run.end(timeout=30) == 1  # torchrun's; the rank's own is in the file
         line = next(line for line in run.output.splitlines() if "rank 0 ends with 76 (peer)" in line)
-    assert "no sign of life from rank 1 (last finished step" in line and "last finished step" in line.split("waiting in")[0]
-    assert "called by" in line or "exchange" in line or "transports" in line, line
+    assert re.search(r"rank 0: last finished step \d+, waiting in \w+ .*called by \w+ \(", line), line
+    assert "no sign of life from rank 1 (last finished step" in line and "Timed out waiting" in line
     assert told(tmp_path / "checkpoints") == (76, "peer")
 
 

@@ -120,16 +120,16 @@ def frames_of(trace: Optional[TracebackType]) -> list[FrameType]:
 def collective_of(frames: Iterable[FrameType]) -> str:
     """`all_reduce, called by FUNCTION (file:line)`: the collective in a stack, outermost frame first, and our or the engine's caller.
 
-    A wait for an exchange begun earlier has no collective in its stack; then the innermost function is named.
+    A wait for a transfer begun earlier has no collective in its stack; then it is the two innermost functions that are named.
     """
     frames = list(frames)
-    inside = [frame for frame in frames if frame.f_code.co_filename.endswith(COLLECTIVE_FILE)]
-    outside = [frame for frame in frames if "/torch/" not in frame.f_code.co_filename]
-    if not outside:
-        return "no Python code"
-    caller = outside[-1]
-    place = f"{caller.f_code.co_name} ({'/'.join(caller.f_code.co_filename.split('/')[-3:])}:{caller.f_lineno})"
-    return f"{inside[0].f_code.co_name}, called by {place}" if inside else place
+    inside = [frame.f_code.co_name for frame in frames if frame.f_code.co_filename.endswith(COLLECTIVE_FILE)]
+    outside = [frame for frame in frames if "/torch/" not in frame.f_code.co_filename and frame.f_code.co_filename != cpu.__file__]
+    return ", called by ".join(inside[:1] + [_place(frame) for frame in outside[:-3 + len(inside[:1]) : -1]]) or "no Python code"
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_name} ({'/'.join(frame.f_code.co_filename.split('/')[-3:])}:{frame.f_lineno})"
 
 
 def begin(timeout: float) -> Optional[Liveness]:

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 from megatron.training import checkpointing, get_args
 from megatron.training import training as engine_training
+from torch.distributed.checkpoint import CheckpointException
 
 from megatron.bdlm.checkpoint.retention import delete_surplus
 from megatron.bdlm.checkpoint.tracker import LAST_WRITTEN, IncompleteCheckpoint, check_files, iteration_folder
@@ -53,7 +54,7 @@ def install(keep: Optional[int]) -> None:
             _begin_again(iteration_folder(Path(get_args().save), iteration))
         try:
             stock_save(iteration, *args, non_persistent_ckpt=non_persistent_ckpt, **kwargs)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # torch's is no Exception
             free = shutil.disk_usage(get_args().save).free / 2**20
             raise SaveFailed(
                 f"the checkpoint of iteration {iteration} could not be written to {get_args().save}, where {free:.1f} MiB are free"
