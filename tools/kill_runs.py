@@ -21,6 +21,7 @@ import runpy
 import shutil
 import signal
 import socket
+import statistics
 import sys
 import tempfile
 import time
@@ -42,6 +43,10 @@ from megatron.bdlm.testing.topologies import toy_flags  # noqa: E402
 from megatron.bdlm.testing.training_run import checkpoint_tensors  # noqa: E402
 
 CSBP = "--context-parallel-size 2 --block-parallel-size 2"
+
+
+_started: set[int] = set()
+"""Every rank, so that none outlives this tool."""
 
 
 class RunFailure(RuntimeError):
@@ -87,7 +92,9 @@ def start(setting: Setting, checkpoints: Path, log: Path) -> list[int]:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
     sys.stdout.flush()
-    return [_fork_rank(rank, setting, port, checkpoints, log) for rank in range(setting.processes)]
+    pids = [_fork_rank(rank, setting, port, checkpoints, log) for rank in range(setting.processes)]
+    _started.update(pids)
+    return pids
 
 
 def _fork_rank(rank: int, setting: Setting, port: str, checkpoints: Path, log: Path) -> int:
@@ -114,7 +121,8 @@ def _fork_rank(rank: int, setting: Setting, port: str, checkpoints: Path, log: P
 
 def kill(pids: list[int], gap: float) -> bool:
     """SIGKILL the ranks, `gap` seconds apart; False if one had ended before."""
-    running = all(os.waitpid(pid, os.WNOHANG) == (0, 0) for pid in pids)
+    _started.difference_update(pids)
+    running = all(_runs(pid) for pid in pids)
     for number, pid in enumerate(pids):
         if number:
             time.sleep(gap)
@@ -124,6 +132,13 @@ def kill(pids: list[int], gap: float) -> bool:
         except (ProcessLookupError, ChildProcessError):
             pass
     return running
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG) == (0, 0)
+    except ChildProcessError:  # waited for already
+        return False
 
 
 def finish(pids: list[int], setting: Setting, log: Path) -> None:
@@ -138,6 +153,7 @@ def finish(pids: list[int], setting: Setting, log: Path) -> None:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 left.discard(pid)
+                _started.discard(pid)
                 if status:
                     kill(list(left), 0.0)
                     raise RunFailure(f"a rank ended with {os.waitstatus_to_exitcode(status)}:\n{_tail(log)}")
@@ -166,7 +182,7 @@ class Undisturbed:
     """The run that the others are held against, and its times in seconds."""
 
     tensors: dict[str, torch.Tensor]
-    save_seconds: float  # of one save
+    save_seconds: float  # of one save, the median
     run_seconds: float  # from the first checkpoint to the end
 
 
@@ -175,14 +191,17 @@ def undisturbed(setting: Setting, folder: Path) -> Undisturbed:
     checkpoints, log = folder / "checkpoints", folder / "log.txt"
     folder.mkdir(parents=True)
     pids = start(setting, checkpoints, log)
-    first = iteration_folder(checkpoints, 1)
-    if not wait_for(first, pids, setting.timeout):
-        raise RunFailure(f"no checkpoint was begun:\n{_tail(log)}")
-    begun = time.monotonic()
-    wait_for(first / LAST_WRITTEN, pids, setting.timeout)
-    saved = time.monotonic()
+    seconds, begun = [], 0.0
+    for step in range(1, setting.steps + 1):
+        target = iteration_folder(checkpoints, step)
+        if not wait_for(target, pids, setting.timeout):
+            raise RunFailure(f"no checkpoint was begun:\n{_tail(log)}")
+        seconds.append(-time.monotonic())
+        begun = begun or time.monotonic()
+        wait_for(target / LAST_WRITTEN, pids, setting.timeout)
+        seconds[-1] += time.monotonic()
     finish(pids, setting, log)
-    return Undisturbed(checkpoint_tensors(iteration_folder(checkpoints, setting.steps)), saved - begun, time.monotonic() - begun)
+    return Undisturbed(checkpoint_tensors(target), statistics.median(seconds), time.monotonic() - begun)
 
 
 def killed_run(plan: Plan, setting: Setting, folder: Path, reference: Undisturbed) -> str:
@@ -222,13 +241,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=8, help="training steps of a run, at least 3")
+    parser.add_argument("--steps", type=int, default=6, help="training steps of a run, at least 3")
     parser.add_argument("--flags", default=CSBP, help="further flags of pretrain_bdlm.py, in one string")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds for one launch")
     options = parser.parse_args(argv)
     if options.steps < 3:
-        parser.error(f"--steps {options.steps}: a kill needs a step before and one after it. A legal value: 8")
+        parser.error(f"--steps {options.steps}: a kill needs a step before and one after it. A legal value: 6")
     setting = Setting(options.processes, options.steps, tuple(options.flags.split()), options.timeout)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder, good = Path(tempfile.mkdtemp(prefix="kill_runs_")), 0
     try:
         reference = undisturbed(setting, folder / "undisturbed")
@@ -242,6 +262,7 @@ def main(argv: list[str] | None = None) -> int:
             except RunFailure as failure:
                 print(f"run {number}: FAILED ({plan}): {failure}", flush=True)
     finally:
+        kill(list(_started), 0.0)
         shutil.rmtree(folder, ignore_errors=True)
     print(f"{good} of {options.runs} killed runs resumed and ended with the same tensors, bit for bit")
     return 0 if good == options.runs else 1
