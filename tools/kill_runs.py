@@ -38,7 +38,7 @@ if __name__ == "__main__":  # before torch is imported
 import pretrain_bdlm  # noqa: E402, F401  imported here once; the forked ranks find everything loaded
 import torch  # noqa: E402
 
-from megatron.bdlm.checkpoint.tracker import LAST_WRITTEN, iteration_folder, iteration_of, newest_checkpoint  # noqa: E402
+from megatron.bdlm.checkpoint.tracker import LAST_WRITTEN, iteration_folder, newest_checkpoint  # noqa: E402
 from megatron.bdlm.testing.topologies import toy_flags  # noqa: E402
 from megatron.bdlm.testing.training_run import checkpoint_tensors  # noqa: E402
 
