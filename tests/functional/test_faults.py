@@ -43,7 +43,7 @@ def test_a_stopped_peer_ends_the_job_in_time_and_is_named(tmp_path):
         os.kill(peer, signal.SIGKILL)  # as torchrun does 30 s after its SIGTERM, which a stopped process does not take
         assert run.end(timeout=30) == 1  # torchrun's; the rank's own is in the file
         line = next(line for line in run.output.splitlines() if "rank 0 ends with 76 (peer)" in line)
-    assert re.search(r"rank 0: last finished step \d+, waiting in \w+ .*called by \w+ \(", line), line
+    assert re.search(r"rank 0: last finished step \d+, waiting in .+, called by \w+ \(", line), line
     assert "no sign of life from rank 1 (last finished step" in line and "Timed out waiting" in line
     assert told(tmp_path / "checkpoints") == (76, "peer")
 
@@ -59,7 +59,7 @@ def test_a_full_disk_leaves_the_older_checkpoint(tmp_path):
         save = ["--save", str(checkpoints), "--load", str(checkpoints), "--save-interval", "1"]
         with LiveRun(SCRIPT, toy_flags(ENDLESS, *save), processes=1, folder=tmp_path) as run:
             assert run.end(timeout=120) == 74, run.output[-4000:]
-            assert "ends with 74 (disk)" in run.output and f"could not be written to {checkpoints}, where 0." in run.output
+            assert "ends with 74 (disk)" in run.output and f"could not be written to {checkpoints}, where " in run.output
         newest = newest_checkpoint(str(checkpoints))
         assert newest is not None and len(checkpoint_tensors(newest)) > 20
         assert f"saved checkpoint from iteration {iteration_of(newest):7d}" in run.output
