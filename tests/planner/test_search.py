@@ -44,7 +44,7 @@ def test_flops_and_traffic_by_hand():
     model, workload = KNOWN["14b"], Workload(262144, 32, 1, gradient_item=2)
     found = predict(model, Machine(H200, 8), workload, Layout(cp=8, bp=1, strategy="cp", transport="ring"))
     area = 262144 * (262144 + 32)  # both streams
-    assert found.flops["attention"] == pytest.approx(14 * area * 40 * 128 * 40 / 8)
+    assert found.flops["attention"] == pytest.approx(14 * area * 40 * 128 * 39.5 / 8)  # of the last layer, noisy rows
     assert found.bytes["attention"] / 2**30 == pytest.approx(210.0)
 
 

@@ -63,12 +63,20 @@ class LayerCost:
     exposed: float
 
 
-def attention_layer(model: Model, kind: AttentionLayers, machine: Machine, workload: Workload, layout: Layout) -> LayerCost:
-    """One layer of one kind, forward and backward."""
+def qkv_width(model: Model) -> float:
+    """Columns of the projections of queries, keys and values, the mean over layers."""
+    return sum(kind.count * kind.head_size * (model.query_heads + 2 * kind.key_heads) for kind in model.kinds) / model.layers
+
+
+def attention_layer(
+    model: Model, kind: AttentionLayers, machine: Machine, workload: Workload, layout: Layout, clean_rows: bool = True
+) -> LayerCost:
+    """One layer of one kind, forward and backward; the last one may leave clean rows out."""
     if kind.linear:
         return LayerCost(0, 0, 0, 0, 0)
     gpu, efficiency = machine.gpu, machine.efficiency
-    area = workload.micro_batch * rank_share(layout, workload, *attention_area(workload, kind.window))
+    noisy, clean = attention_area(workload, kind.window)
+    area = workload.micro_batch * rank_share(layout, workload, noisy, clean if clean_rows else 0.0)
     forward = 4 * area * kind.head_size * model.query_heads / layout.tp
     rows = travelling_rows(layout, workload, gpu, kind.window)
     row = workload.micro_batch * 2 * max(1, kind.key_heads // layout.tp) * kind.head_size
@@ -99,9 +107,17 @@ def predict(model: Model, machine: Machine, workload: Workload, layout: Layout) 
     rows = workload.micro_batch * rank_share(layout, workload, workload.length, workload.length)
     runs = 4 if layout.recompute else 3
     linear = 2 * model.parameters_per_row * rows * runs / (layout.tp * layout.pp)
+    short = workload.short_last_layer and layout.pp == 1  # with more stages, an earlier one is the heaviest
+    if short:  # clean rows pass the last layer's projections of keys, values and queries only
+        clean = rows - workload.micro_batch * workload.views * workload.length / layout.cp
+        linear -= 2 * (model.parameters_per_row / model.layers - model.hidden * qkv_width(model)) * clean * runs / layout.tp
     scored = workload.micro_batch * workload.scored_share * workload.views * workload.length / layout.cp
     head = 3 * 2 * model.hidden * model.vocabulary * scored / layout.tp
     layers = [(kind.count / layout.pp, attention_layer(model, kind, machine, workload, layout)) for kind in model.kinds]
+    if short:
+        last = model.kinds[-1]
+        layers += [(-1, attention_layer(model, last, machine, workload, layout))]
+        layers += [(1, attention_layer(model, last, machine, workload, layout, clean_rows=False))]
     attention = {name: sum(count * getattr(cost, name) for count, cost in layers) for name in LayerCost.__annotations__}
     moves = _other_bytes(model, workload, layout, rows)
     spans = layout.tp * layout.ep > gpu.gpus_per_node

@@ -36,6 +36,7 @@ def workload_of(args: Any) -> Workload:
     return Workload(
         args.seq_length, args.bdlm_block_size, args.global_batch_size, args.bdlm_views, wire, micro_batch=args.micro_batch_size,
         precision=Precision(item, gradient, 12 if item == 2 else 8), output_chunk=args.bdlm_cross_entropy_chunk,
+        short_last_layer=not (args.bdlm_full_last_layer or args.bdlm_clean_loss_weight > 0 or args.attention_output_gate),
     )
 
 

@@ -36,6 +36,7 @@ class Workload:
     micro_batch: int = 1
     precision: Precision = Precision()
     output_chunk: int = 4096  # rows whose logits are held at a time; 0: all
+    short_last_layer: bool = True  # nobody reads clean rows behind the last layer's keys and values
 
     @property
     def clean_tokens(self) -> int:
