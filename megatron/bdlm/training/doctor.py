@@ -23,6 +23,7 @@ from typing import Optional
 import torch
 import torch.distributed as dist
 
+from megatron.bdlm.attention.diagonal_tile import uses_triton
 from megatron.bdlm.attention.kernels import PREFERENCE, KernelUnavailable, choose
 from megatron.bdlm.attention.kernels.base import KernelCase
 from megatron.bdlm.planner.models import AttentionLayers, Model
@@ -99,8 +100,8 @@ def communication() -> list[Check]:
         return [*found, Check("gloo", "fault", f"{reason}; GLOO_SOCKET_IFNAME names the network interface, for example eth0")]
 
 
-def kernels(case: KernelCase, name: str = "auto") -> list[Check]:
-    """Every attention kernel, whether it serves `case` and why not; and what `name` picks."""
+def kernels(case: KernelCase, name: str = "auto", diagonal: str = "auto") -> list[Check]:
+    """Every attention kernel, whether it serves `case` and why not; and what `name` picks, and `diagonal` for small rectangles."""
     found = []
     for kernel in PREFERENCE:
         refusal = kernel.refusal(case)
@@ -110,6 +111,11 @@ def kernels(case: KernelCase, name: str = "auto") -> list[Check]:
         found.append(Check(f"--bdlm-attention-kernel {name}", "ok", f"{type(choice.kernel).__name__}: {choice.reason}"))
     except KernelUnavailable as error:
         found.append(Check(f"--bdlm-attention-kernel {name}", "fault", str(error)))
+    try:
+        text = "the Triton kernels" if uses_triton(diagonal, case) else "the kernel above"
+        found.append(Check(f"--bdlm-diagonal-kernel {diagonal}", "ok", text))
+    except KernelUnavailable as error:
+        found.append(Check(f"--bdlm-diagonal-kernel {diagonal}", "fault", str(error)))
     return found
 
 
@@ -264,7 +270,7 @@ def examine(folders: Sequence[str], shared: Sequence[str], words: Sequence[str],
     heads = {kind["head_size"] for kind in report["model"]["kinds"]} if report else {128}
     found = [*versions(), *devices(), *communication()]
     for size in sorted(heads):
-        found += kernels(usual_case(size), given.get("--bdlm-attention-kernel", "auto"))
+        found += kernels(usual_case(size), given.get("--bdlm-attention-kernel", "auto"), given.get("--bdlm-diagonal-kernel", "auto"))
     found += [*environment(), *([answer] if answer else [])]
     needed = checkpoint_bytes(report) if report else None
     found += [folder(path) for path in folders]
