@@ -283,3 +283,12 @@ def test_padded_vocabulary_as_given():
         arguments._padded_vocab_size(args, vocabulary, 255)
     with pytest.raises(BDLMConfigError, match="--padded-vocab-size 301: --tensor-model-parallel-size 2 must divide it. A legal value: 256"):
         arguments._padded_vocab_size(args, vocabulary, 301)
+
+
+def test_tensor_parallel_ranks_share_a_node(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    for tensor, context, given, expected in ((1, 8, None, None), (2, 8, None, 4), (2, 2, None, 2), (4, 8, 8, 8)):
+        args = SimpleNamespace(tensor_model_parallel_size=tensor, context_parallel_size=context)
+        assert arguments.ranks_on_node(args, BDLMConfig(bdlm_ranks_per_node=given)) == expected
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert arguments.ranks_on_node(SimpleNamespace(tensor_model_parallel_size=2, context_parallel_size=8), BDLMConfig()) is None

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import io
 import math
+import os
 import sys
 from dataclasses import dataclass
 from typing import Any, Literal, Optional
@@ -130,12 +131,24 @@ def parse_arguments(group: type | None = None) -> tuple[Any, BDLMConfig]:
     if config.bdlm_noise_seed is None:
         config.bdlm_noise_seed = args.seed
     _, config.block_parallel_size = config.resolved_strategy(args.context_parallel_size)
-    for name in ("bdlm_mask_token_id", "bdlm_noise_seed", "block_parallel_size"):
+    config.bdlm_ranks_per_node = ranks_on_node(args, config)
+    for name in ("bdlm_mask_token_id", "bdlm_noise_seed", "block_parallel_size", "bdlm_ranks_per_node"):
         setattr(args, name, getattr(config, name))
     args.hierarchical_context_parallel_sizes = hierarchical_sizes(args.context_parallel_size, config.block_parallel_size)
     # rows per rank depend on the sample's documents and targets; the interleaved schedule honours only this
     args.variable_seq_lengths = args.pipeline_model_parallel_size > 1
     return args, config
+
+
+def ranks_on_node(args: Any, config: BDLMConfig) -> Optional[int]:
+    """--bdlm-ranks-per-node where it was left out and tensor-parallel ranks stand between context-parallel ones; None: LOCAL_WORLD_SIZE is right.
+
+    Example: 8 processes a node, TP 2: 4 context-parallel ranks of a group are on a node.
+    """
+    on_node, tensor_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0")), args.tensor_model_parallel_size
+    if config.bdlm_ranks_per_node is not None or tensor_ranks == 1 or on_node < tensor_ranks:
+        return config.bdlm_ranks_per_node
+    return math.gcd(on_node // tensor_ranks, args.context_parallel_size)
 
 
 def _without_writers(provider: Any) -> argparse.Namespace:
