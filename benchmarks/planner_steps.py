@@ -37,8 +37,9 @@ MODEL = (
     "--kv-channels 32 --swiglu --disable-bias-linear --normalization RMSNorm --untie-embeddings-and-output-weights "
     "--micro-batch-size 1 --global-batch-size 1 --lr 1e-4 --min-lr 1e-4 --eval-iters 0 --eval-interval 100000 --log-interval 100000 "
     "--train-iters 2 --mock-data --tokenizer-type NullTokenizer --vocab-size 1022 --num-workers 0 --no-mmap-bin-files "
-    "--use-distributed-optimizer --bdlm-block-size 32"
+    "--use-distributed-optimizer --bdlm-block-size 32 --bdlm-t-min 0.5 --bdlm-t-max 0.5"
 ).split()
+"""At noise level 0.5 half of the noisy rows are scored, the share that the planner assumes."""
 
 
 # ---- on a rank ---------------------------------------------------------------------------------------
