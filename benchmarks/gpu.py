@@ -25,9 +25,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.gpu_attention import MODELS, WAYS, Point, matmul_peak, measure_point  # noqa: E402
-from megatron.bdlm.planner.costs import Layout, Machine, Workload, predict  # noqa: E402
+from megatron.bdlm.planner.costs import predict  # noqa: E402
 from megatron.bdlm.planner.hardware import GPUS  # noqa: E402
 from megatron.bdlm.planner.models import from_flags  # noqa: E402
+from megatron.bdlm.planner.work import Layout, Machine, Workload  # noqa: E402
 from megatron.bdlm.testing.topologies import TOY_DATA, TOY_MODEL  # noqa: E402
 from megatron.bdlm.testing.training_run import RunFailure, launch  # noqa: E402
 

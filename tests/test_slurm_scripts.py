@@ -12,9 +12,10 @@ from tests.stand_ins import ROOT, TORCHRUN, flag_value, parsed, run_script  # fi
 from megatron.core.parallel_state import RankGenerator
 
 from megatron.bdlm.config import config_from_args
-from megatron.bdlm.planner.costs import Layout, Workload, predict
+from megatron.bdlm.planner.costs import predict
 from megatron.bdlm.planner.models import from_flags
 from megatron.bdlm.planner.search import layouts
+from megatron.bdlm.planner.work import Layout, Workload
 from megatron.bdlm.training import arguments
 
 NODE = 8
