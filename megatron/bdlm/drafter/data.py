@@ -196,7 +196,9 @@ class PreparedFeatures:
     def last_hidden(self, sample: DraftSample, tokens: np.ndarray) -> Tensor:
         """[len(tokens), D]."""
         if not self.manifest["last_hidden"]:
-            raise DrafterError(f"--dflash-features {self.folder}: kl needs the last hidden state. A legal value: features prepared with --last-hidden")
+            raise DrafterError(
+                f"--dflash-features {self.folder}: kl needs the last hidden state. A legal value: features prepared with --last-hidden"
+            )
         return self._rows("last_hidden", sample, tokens)
 
     def _rows(self, kind: str, sample: DraftSample, tokens: np.ndarray) -> Tensor:

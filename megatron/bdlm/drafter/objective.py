@@ -113,7 +113,7 @@ def _in_chunks(rows, labels, before, teacher, head, drafter, objective):
 
 
 def _chunk(rows, labels, before, taught, head, drafter: Drafter, objective: DraftObjective):
-    """KL to the teacher, negative log-likelihoods, selector losses and whether the label is a candidate, [c] each; zeros for what is not asked."""
+    """KL to the teacher, nll, selector losses and whether the label is a candidate, [c] each; zeros for what is not asked."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     logits = transform_logits((rows @ head.t()).to(wide), drafter.shape)
     logs = log_softmax(logits, -1)

@@ -125,7 +125,10 @@ class DrafterOptions:
         heads, layers = target["num_attention_heads"], target["num_hidden_layers"]
         rope = target.get("rope_parameters") or target.get("rope_scaling") or {}
         if rope.get("rope_type", "default") != "default":
-            raise DrafterError(f"--dflash-target {self.dflash_target}: rotary positions of type {rope['rope_type']}; drafters have plain ones. A legal value: a target with rope_type default")
+            raise DrafterError(
+                f"--dflash-target {self.dflash_target}: rotary positions of type {rope['rope_type']}; drafters have plain ones. "
+                "A legal value: a target with rope_type default"
+            )
         second = dict(
             conv_kernel_size=self.dflash_conv_kernel_size, conv_group_size=self.dflash_conv_group_size,
             selector_rank=self.dflash_selector_rank, selector_top_k=self.dflash_selector_top_k,
