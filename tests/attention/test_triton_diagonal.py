@@ -28,7 +28,9 @@ def cases() -> list[Case]:
     return [Case(**shape, seed=number, dtype=torch.float32, diagonal_kernel="triton") for number, shape in enumerate(shapes)]
 
 
-@pytest.mark.parametrize(("size", "every"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize(
+    ("size", "every"), [(1, 4), (2, 7), pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(2, 3, marks=pytest.mark.slow)]
+)
 def test_equals_the_oracle(size, every):
     chosen = cases()[::every]
     shards = run_distributed(run_cases_on_rank, size, chosen, environment=INTERPRETED)
