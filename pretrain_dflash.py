@@ -46,6 +46,9 @@ def train_valid_test_datasets_provider(sample_counts, vp_stage=None):
 train_valid_test_datasets_provider.is_distributed = True
 
 if __name__ == "__main__":
-    container = training.prepare()
-    pretrain(container, train_valid_test_datasets_provider, ModelType.encoder_or_decoder, forward_step)
-    run.finish()
+    with run.reported():
+        container = training.prepare()
+        run.repair(get_args())
+        run.protect()
+        pretrain(container, train_valid_test_datasets_provider, ModelType.encoder_or_decoder, forward_step)
+        run.finish()

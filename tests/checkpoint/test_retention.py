@@ -68,6 +68,34 @@ def test_a_crash_in_the_middle_of_a_deletion(tmp_path, monkeypatch):
     assert delete_surplus(str(tmp_path), 1) == [] and names(tmp_path) == ["iter_0000010"]
 
 
+def test_what_an_earlier_run_left_under_the_same_name_is_no_obstacle(tmp_path):
+    for iteration in (5, 10):
+        checkpoint(tmp_path, iteration)
+    track(tmp_path, "10")
+    left = tmp_path / ".deleted-iter_0000005"
+    left.mkdir()
+    (left / "shard").touch()
+    assert delete_surplus(str(tmp_path), 1) == ["iter_0000005"]
+    assert names(tmp_path) == ["iter_0000010"]
+
+
+def test_a_folder_that_cannot_go_is_named_and_stops_no_other(tmp_path, monkeypatch):
+    for iteration in (5, 10, 15):
+        checkpoint(tmp_path, iteration)
+    track(tmp_path, "15")
+    rename = os.rename
+
+    def stubborn(path, to):
+        if path.name == "iter_0000005":
+            raise PermissionError(13, "Permission denied", str(path))
+        rename(path, to)
+
+    monkeypatch.setattr(os, "rename", stubborn)
+    with pytest.raises(PermissionError, match="iter_0000005"):
+        delete_surplus(str(tmp_path), 1)
+    assert names(tmp_path) == ["iter_0000005", "iter_0000015"]
+
+
 def test_at_least_one_stays(tmp_path):
     with pytest.raises(ValueError, match="keep 0: at least one checkpoint is kept"):
         surplus(str(tmp_path), 0)

@@ -30,6 +30,8 @@ def refusal(case: KernelCase) -> str | None:
         return f"serves GPUs, not {case.device} (but for TRITON_INTERPRET=1, which is slow)"
     if case.capability is not None and case.capability < (8, 0):
         return f"needs compute capability 8.0, this GPU has {case.capability[0]}.{case.capability[1]}"
+    if case.device != "cuda" and case.dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 wrongly"  # 3.7.1: tl.dot takes its bits for integers
     if case.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"serves float16, bfloat16 and float32, not {str(case.dtype).removeprefix('torch.')}"
     size = max(case.head_size, case.value_head_size)

@@ -7,6 +7,7 @@ the name of a checkpoint. Hidden folders of an interrupted deletion go with the 
 import os
 import shutil
 from pathlib import Path
+from typing import Callable
 
 from megatron.bdlm.checkpoint.tracker import complete_checkpoints, iteration_of, tracked_checkpoint
 
@@ -29,13 +30,31 @@ def surplus(folder: str, keep: int) -> list[Path]:
 
 
 def delete_surplus(folder: str, keep: int) -> list[str]:
-    """Delete what `surplus` lists, and what an interrupted deletion left; the names of the deleted checkpoints.
+    """Delete what an interrupted deletion left, and what `surplus` lists; the names of the deleted checkpoints.
 
     Call on one process, when the newest checkpoint is complete and the tracker names it.
+
+    Raises:
+        OSError: a folder that cannot be deleted, after all others were.
     """
-    old = surplus(folder, keep)
-    for path in old:
-        os.rename(path, path.with_name(CONDEMNED + path.name))
-    for path in Path(folder).glob(f"{CONDEMNED}iter_*"):
-        shutil.rmtree(path, ignore_errors=True)
-    return [path.name for path in old]
+    refused: list[OSError] = []
+    for path in Path(folder).glob(f"{CONDEMNED}iter_*"):  # first, since their names are wanted again
+        _attempt(refused, shutil.rmtree, path)
+    gone = []
+    for path in surplus(folder, keep):
+        hidden = path.with_name(CONDEMNED + path.name)
+        if _attempt(refused, os.rename, path, hidden) and _attempt(refused, shutil.rmtree, hidden):
+            gone.append(path.name)
+    if refused:
+        raise refused[0]
+    return gone
+
+
+def _attempt(refused: list[OSError], do: Callable, *paths: Path) -> bool:
+    """Whether it could be done; else the reason goes to `refused`."""
+    try:
+        do(*paths)
+    except OSError as error:
+        refused.append(error)
+        return False
+    return True

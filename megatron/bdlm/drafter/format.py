@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+from megatron.bdlm.config import BDLMConfigError
+
 ARCHITECTURES = {1: "DFlashDraftModel", 2: "DFlash2DraftModel"}
 
 
-class DrafterError(ValueError):
+class DrafterError(BDLMConfigError):
     """A drafter, or options of one, that cannot be; the message names the value, the rule and a legal value."""
 
 

@@ -118,10 +118,7 @@ def prepare(group: type | None = None) -> Any:
     if dry_run.asked(sys.argv):
         raise SystemExit(dry_run.main(group))
     args, config = parse_arguments(group)
-    if args.rank == 0:
-        repaired = repair_tracker(args.load)
-        if repaired:
-            print(f"> {repaired}", flush=True)
+    repair(args)
     for line in check_start(args, config):
         if args.rank == 0:
             print(f"> {line}", flush=True)
@@ -135,9 +132,22 @@ def prepare(group: type | None = None) -> Any:
     hooks.install(step.processed_rows)
     if config.bdlm_json_log and args.rank == args.world_size - 1:  # the rank that has losses and writes TensorBoard's events
         hooks.install_json_log(JsonLog(config.bdlm_json_log))
-    saving.install(config.bdlm_keep_checkpoints)
-    _watch.install()
+    protect(config.bdlm_keep_checkpoints)
     return pretrain_cfg_container_from_args(args, model_config)
+
+
+def repair(args: Any) -> None:
+    """Let the tracker of the folder to load from name the newest complete checkpoint, on rank 0."""
+    if args.rank == 0:
+        repaired = repair_tracker(args.load)
+        if repaired:
+            print(f"> {repaired}", flush=True)
+
+
+def protect(keep: int | None = None) -> None:
+    """Verified saves, the newest `keep` checkpoints kept, signs of life of every rank."""
+    saving.install(keep)
+    _watch.install()
 
 
 def finish() -> None:
