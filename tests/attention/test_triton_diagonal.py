@@ -29,7 +29,7 @@ def cases() -> list[Case]:
 
 
 @pytest.mark.parametrize(
-    ("size", "every"), [(1, 4), (2, 7), pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(2, 3, marks=pytest.mark.slow)]
+    ("size", "every"), [(1, 4), (2, 7), pytest.param(1, 1, marks=pytest.mark.long), pytest.param(2, 3, marks=pytest.mark.long)]
 )
 def test_equals_the_oracle(size, every):
     chosen = cases()[::every]

@@ -89,7 +89,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_toy_training_step():
     step = gpu.measure_step(64, 4, True, 1e12)
     assert step["tokens_per_second"] > 0 and 0 < step["mfu"] < 1 and step["peak_memory_gib"] > 0

@@ -22,13 +22,13 @@ def test_two_ranks():
     check(2, "csbp")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["csbp, full recompute", "cp/ring", "bp"])
 def test_two_ranks_in_other_ways(way):
     check(2, way)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["csbp", "cp/ring"])
 def test_four_ranks(way):
     check(4, way)

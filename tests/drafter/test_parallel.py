@@ -50,7 +50,7 @@ def _rank_main(layouts):
     pytest.param(
         4,
         [(1, "direct"), (2, "direct"), (2, "queries"), (4, "direct"), (4, "ring"), (4, "allgather"), (4, "queries"), (4, "auto")],
-        marks=pytest.mark.slow,
+        marks=pytest.mark.long,
     ),
 ])
 def test_every_layout_equals_one_rank(size, layouts):

@@ -50,7 +50,7 @@ def sharded(flags, tmp_path_factory):
     return folder, launch(SCRIPT, [*flags, "--context-parallel-size", "2", "--save", str(folder / "saved")], processes=2, folder=folder)
 
 
-@pytest.mark.slow  # layouts: tests/model/diffusion_gemma/test_layouts.py
+@pytest.mark.long  # layouts: tests/model/diffusion_gemma/test_layouts.py
 def test_one_process_agrees(flags, tmp_path):
     """Plain gradient descent: Adam's division makes differences of the last bit grow within a few steps."""
     plain = [*flags, "--optimizer", "sgd"]

@@ -46,7 +46,7 @@ def test_experts_learn_and_their_load_is_logged(alone):
         assert all(1.0 <= value <= 4.0 for value in run.scalars[name].values()) and len(run.scalars[name]) == ITERATIONS
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_layout_with_every_kind_of_parallelism_agrees(alone):
     """Ten steps in float32: losses of model and routers and the gradient norm, from the same fresh weights; fast twin: the next."""
     folder, run = alone
@@ -87,7 +87,7 @@ def test_the_sampler_has_the_logits_of_training(alone):
     assert difference < 2e-5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pipelines_of_experts_agree(tmp_path):
     """Their stages start from the reference's weights (the engine seeds stages apart); fast twin: the layout above."""
     extra = tuple(TOY_EXPERTS)
