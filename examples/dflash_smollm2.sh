@@ -92,7 +92,7 @@ DRAFTER_ARGS=(
     --dflash-features "$FEATURES"
     --dflash-held-out "$HELD_OUT"
     --dflash-layers 2
-    --dflash-layer-ids 1,9,18,27
+    --dflash-layer-ids "1,9,18,27"
     --dflash-block-size 8
     --dflash-mask-token-id 16 # a special token that no answer contains
     --dflash-anchors 16

@@ -10,6 +10,7 @@ SIZES = Sizes(layers=2, hidden=6, ffn=10, heads=4, groups=2, head=3, vocab=7, pa
 SHAPES = {
     "same": [(5, 6)],
     "qkv": [(12, 6), (6, 6), (6, 6)],
+    "qk": [(12, 6), (6, 6)],
     "gate_up": [(10, 6), (10, 6)],
     "experts": [(5, 6)] * 6,
     "rows": [(7, 6)],

@@ -74,6 +74,7 @@ def test_conflicting_model_option_is_refused(straight, tmp_path):
         )
 
 
+@pytest.mark.long  # tests/tools/test_kill_runs.py kills runs in their saves too
 def test_kill_during_a_save_keeps_the_last_checkpoint(straight, tmp_path):
     """Fault D4: SIGKILL as soon as the next checkpoint folder appears; the run resumes from the complete one before it."""
     checkpoint, _ = straight

@@ -28,7 +28,7 @@ source examples/slurm/launch.sh
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_submit_signal_requeue_resume(tmp_path):
     script, log, run = tmp_path / "job.sbatch", tmp_path / "job.log", tmp_path / "run"
