@@ -11,6 +11,7 @@ from megatron.bdlm.checkpoint.tracker import (
     newest_checkpoint,
     repair_tracker,
 )
+from megatron.bdlm.config import BDLMConfigError
 from tests.checkpoint.folder_of_checkpoints import checkpoint, track
 
 
@@ -78,6 +79,20 @@ def test_a_checkpoint_that_lacks_a_part_is_passed_over(tmp_path, harm):
 def test_nothing_to_load(tmp_path):
     assert newest_checkpoint(None) is None
     assert newest_checkpoint(str(tmp_path)) is None
+    assert repair_tracker(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("text", ["", "garbage", "5", "release"])
+def test_a_tracker_that_names_nothing_is_refused(tmp_path, text):
+    """The engine would end the run with exit code 0."""
+    (tmp_path / TRACKER).write_text(text)
+    with pytest.raises(BDLMConfigError, match=f"--load .*: {TRACKER} says '{text}', but no complete checkpoint is there. A legal value"):
+        repair_tracker(str(tmp_path))
+
+
+def test_a_folder_of_another_format_is_the_engines_matter(tmp_path):
+    (tmp_path / "iter_0000005").mkdir()
+    (tmp_path / TRACKER).write_text("5")
     assert repair_tracker(str(tmp_path)) is None
 
 

@@ -19,6 +19,8 @@ import re
 from pathlib import Path
 from typing import Iterator, Optional
 
+from megatron.bdlm.config import BDLMConfigError
+
 TRACKER = "latest_checkpointed_iteration.txt"
 LAST_WRITTEN = "metadata.json"
 INDEX = ".metadata"
@@ -121,8 +123,13 @@ def repair_tracker(load: Optional[str]) -> Optional[str]:
 
     Returns:
         A line saying what was repaired, or None.
+
+    Raises:
+        BDLMConfigError: the tracker names nothing, and nothing is there that it could name.
     """
     newest = newest_checkpoint(load)
+    if newest is None and load and (Path(load) / TRACKER).is_file():
+        _refuse_empty(Path(load))
     if newest is None or newest == tracked_checkpoint(load):
         return None
     path = Path(load) / TRACKER
@@ -132,3 +139,17 @@ def repair_tracker(load: Optional[str]) -> Optional[str]:
     temporary.write_text(iteration)
     os.replace(temporary, path)
     return f"{path} named {before}, which is not the newest complete checkpoint; it now names {iteration}"
+
+
+def _refuse_empty(load: Path) -> None:
+    """Refuse a tracker that names no folder; the engine would leave without a word, with exit code 0.
+
+    (A folder that it names may hold a checkpoint of another format, which only the engine knows.)
+    """
+    text = (load / TRACKER).read_text(errors="replace").strip()
+    named = load / "release" if text == "release" else iteration_folder(load, int(text)) if text.isdecimal() else None
+    if named is None or not named.is_dir():
+        raise BDLMConfigError(
+            f"--load {load}: {TRACKER} says {text[:40]!r}, but no complete checkpoint is there. A legal value: a folder with one, or "
+            f"this folder without that file, to begin at step 0"
+        )
