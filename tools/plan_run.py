@@ -48,6 +48,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def check_counts(args: argparse.Namespace) -> None:
+    """Raises PlannerError: a size that is below 1."""
+    legal = {"gpus": 8, "seq_length": 262144, "bdlm_block_size": 32, "bdlm_views": 1, "global_batch_size": 16, "gpus_per_node": 8, "best": 5}
+    for name, example in legal.items():
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise PlannerError(f"--{name.replace('_', '-')} {value}: at least 1. A legal value: {example}")
+
+
 def machine_of(args: argparse.Namespace) -> Machine:
     gpu = GPUS[args.gpu]
     given = {
@@ -153,6 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
         print_published()
         return 0
     try:
+        check_counts(args)
         model, machine = model_of(args), machine_of(args)
         workload = Workload(args.seq_length, args.bdlm_block_size, args.global_batch_size, args.bdlm_views, args.bp_grad_bytes)
         ranked = search(model, machine, workload)

@@ -20,15 +20,34 @@ from megatron.bdlm.parallel.picture import PictureError, describe, draw  # noqa:
 from megatron.bdlm.parallel.plan import PlanError, SequencePlan  # noqa: E402
 
 
+ENDINGS = (".png", ".pdf", ".svg")
+"""Of --output."""
+
+
 def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text}: numbers with commas between them. A legal value: 64,64")
+    return [int(part) for part in parts]
+
+
+def ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: at least 1. A legal value: 4")
+    return int(text)
+
+
+def picture_file(text: str) -> Path:
+    if Path(text).suffix.lower() not in ENDINGS:
+        raise argparse.ArgumentTypeError(f"{text}: its ending must be one of {', '.join(ENDINGS)}. A legal value: plan.png")
+    return Path(text)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq-length", type=int, required=True, help="clean length L of the sample")
     parser.add_argument("--bdlm-block-size", "--block-size", dest="block_size", type=int, required=True, help="S")
-    parser.add_argument("--context-parallel-size", type=int, default=1, help="P (default: %(default)s)")
+    parser.add_argument("--context-parallel-size", type=ranks, default=1, help="P (default: %(default)s)")
     parser.add_argument("--block-parallel-size", type=int, help="K (default: what the strategy implies)")
     parser.add_argument("--bdlm-strategy", "--strategy", dest="strategy", default="csbp",
                         choices=["csbp", "cp", "bp", "hybrid"], help="default: %(default)s")
@@ -41,7 +60,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--bdlm-noisy-attention", "--noisy-attention", dest="noisy_attention", default="bidirectional",
                         choices=["bidirectional", "causal"], help="default: %(default)s")
     parser.add_argument("--window", type=int, help="sliding window W of the layer (default: none)")
-    parser.add_argument("--output", type=Path, metavar="PNG", help="draw the plan into this file too")
+    parser.add_argument("--output", type=picture_file, metavar="PNG", help="draw the plan into this file too")
     return parser.parse_args(arguments)
 
 

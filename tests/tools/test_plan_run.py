@@ -43,3 +43,9 @@ def test_megatron_flags(plan_run, capsys):
 def test_no_model_is_refused(plan_run, capsys):
     assert plan_run.main([]) == 2
     assert "--model: missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag, value", [("--seq-length", "0"), ("--gpus", "0"), ("--gpus", "-1"), ("--best", "0")])
+def test_sizes_below_one_are_refused(plan_run, capsys, flag, value):
+    assert plan_run.main(["--model", "8b", flag, value]) == 2
+    assert f"{flag} {value}: at least 1. A legal value: " in capsys.readouterr().err

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.bdlm.parallel import picture
 from tests.parallel.plans import plans_of
+from tools import show_plan
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "show_plan.py"
 SAMPLE = ("--seq-length", 64, "--bdlm-block-size", 8, "--context-parallel-size", 2)
@@ -31,6 +32,16 @@ def test_the_command_prints_and_draws(tmp_path):
 def test_the_command_refuses_with_the_plan_s_message(tmp_path):
     result = run_tool("--seq-length", 8, "--bdlm-block-size", 8, "--context-parallel-size", 2)
     assert result.returncode == 1 and "--bdlm-strategy hybrid --block-parallel-size 1" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "flag, value, legal", [("--context-parallel-size", "0", "4"), ("--context-parallel-size", "-2", "4"), ("--output", "a.txt", "plan.png"),
+                           ("--documents", "64,", "64,64")],
+)
+def test_the_command_refuses_a_value(capsys, flag, value, legal):
+    with pytest.raises(SystemExit):
+        show_plan.parse([*map(str, SAMPLE), flag, value])
+    assert f"{flag}: {value}: " in (error := capsys.readouterr().err) and f"A legal value: {legal}" in error
 
 
 def test_conventional_context_parallelism_moves_both_copies():
