@@ -122,6 +122,19 @@ def test_no_number_of_processes_is_refused(answer, capsys):
     assert re.search("--dry-run-world-size many: .* A legal value: 64", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("value", ["0", "many"])
+def test_no_number_of_processes_of_a_node_is_refused(answer, monkeypatch, capsys, value):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
+    with pytest.raises(SystemExit) as ended:
+        answer([*TINY, *MOCK])
+    assert ended.value.code == 1 and f"LOCAL_WORLD_SIZE {value}: " in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_one_error(answer, tmp_path):
+    code, out, error = answer([*TINY, *MOCK, "--dry-run-json", str(tmp_path / "no" / "report.json")])
+    assert code == 1 and out == "" and re.search("--dry-run-json .*report.json: cannot be written .* A legal value: report.json", error)
+
+
 def test_missing_data_is_refused(tmp_path):
     args = SimpleNamespace(
         data_path=[str(tmp_path / "corpus")], train_data_path=None, mock_data=False, global_batch_size=4, seq_length=128,

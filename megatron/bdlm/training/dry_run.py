@@ -85,6 +85,7 @@ def main(group: type | None = None) -> int:
         group: a further dataclass whose fields are flags of the entry script.
     """
     _take_world_size(sys.argv)
+    _check_local_world_size()
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):  # the engine lists several hundred arguments
@@ -94,10 +95,15 @@ def main(group: type | None = None) -> int:
     except (AssertionError, ValueError, RuntimeError, OSError) as error:
         print(f"dry run: this run would not start: {_reason(error)}", file=sys.stderr)
         return 1
-    if args.rank == 0:
-        print(summary(report), flush=True)
-        if args.dry_run_json:
+    if args.rank != 0:
+        return 0
+    if args.dry_run_json:
+        try:
             Path(args.dry_run_json).write_text(report.as_json())
+        except OSError as error:
+            print(f"--dry-run-json {args.dry_run_json}: cannot be written ({error.strerror}). A legal value: report.json", file=sys.stderr)
+            return 1
+    print(summary(report), flush=True)
     return 0
 
 
@@ -111,6 +117,14 @@ def _take_world_size(arguments: list[str]) -> None:
                 print(f"--dry-run-world-size {value}: a number of processes. A legal value: 64", file=sys.stderr)
                 raise SystemExit(1)
             os.environ["WORLD_SIZE"], os.environ["RANK"] = value, "0"
+
+
+def _check_local_world_size() -> None:
+    """LOCAL_WORLD_SIZE, where it is set, says how many GPUs a node has."""
+    value = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not value.isdecimal() or int(value) < 1:
+        print(f"LOCAL_WORLD_SIZE {value}: a number of processes of a node. A legal value: 8", file=sys.stderr)
+        raise SystemExit(1)
 
 
 def _reason(error: BaseException) -> str:
