@@ -13,12 +13,20 @@
 # Placement: ranks of a context-parallel group are neighbours (with TP between them), so with TP x CP <= GPUs of a node no key or value
 # leaves a node; where a group spans nodes, --bdlm-transport auto sends each row over the network once. `tools/plan_run.py` predicts both.
 
+case ${DRY_RUN:-0} in
+    0) ;;
+    1) DEVICE=gpu ;; # what is predicted is a run on GPUs, wherever that is done
+    *) fail "DRY_RUN=$DRY_RUN: a legal value: 0 or 1" ;;
+esac
 NNODES=${NNODES:-1}
 NODE_RANK=${NODE_RANK:-0}
 if [[ $DEVICE == cpu ]]; then
     NPROC=${NPROC:-2}
 else
     NPROC=${NPROC:-$("$BDLM_PYTHON" -c 'import torch; print(torch.cuda.device_count())')}
+    if [[ ${DRY_RUN:-0} == 1 ]]; then
+        ((NPROC >= 1)) || fail "no GPU is visible, so NPROC says how many a node has. A legal value: NPROC=8"
+    fi
     ((NPROC >= 1)) || fail "no GPU is visible. A legal value: DEVICE=cpu"
 fi
 DISTRIBUTED_ARGS=(--nproc-per-node "$NPROC")

@@ -59,8 +59,20 @@ def test_flags_equal_the_recipe(name, tmp_path, monkeypatch):
 def test_a_dry_run_asks_about_all_nodes_on_one_process(tmp_path):
     python = f"""[[ $* != *--dry-run* ]] || {{ printf '%s\\n' "$LOCAL_WORLD_SIZE" "$@" >"$STAND_IN_LOG/asked"; exit; }}\n{PYTHON}"""
     script = ROOT / "examples" / "03_pretrain.sh"
-    done = run_script(script, tmp_path, {"python": python}, DRY_RUN=1, MODEL="qwen3-30b-a3b", NNODES=2, NPROC=8, CP=8, EP=8, RUNS=tmp_path)
+    done = run_script(script, tmp_path, {"python": python}, DRY_RUN=1, DEVICE="cpu", MODEL="qwen3-30b-a3b", NNODES=2, NPROC=8, CP=8, EP=8, RUNS=tmp_path)
     assert done.returncode == 0, done.stderr
     asked = (tmp_path / "asked").read_text().splitlines()
     assert asked[:2] == ["8", "pretrain_bdlm.py"] and asked[-3:] == ["--dry-run", "--dry-run-world-size", "16"]
     assert not (tmp_path / "pretrain-qwen3-30b-a3b").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(DRY_RUN="yes"), "DRY_RUN=yes: a legal value: 0 or 1"),
+        (dict(DRY_RUN=1, CUDA_VISIBLE_DEVICES=""), "NPROC says how many a node has. A legal value: NPROC=8"),
+    ],
+)
+def test_what_a_dry_run_refuses(settings, message, tmp_path):
+    done = run_script(ROOT / "examples" / "03_pretrain.sh", tmp_path, {}, RUNS=tmp_path, **settings)
+    assert done.returncode != 0 and message in done.stderr
