@@ -24,12 +24,12 @@ STOCK = dict(
     experimental_attention_variant=None, softmax_type="vanilla", use_mup=False, hybrid_context_parallel=False,
     cuda_graph_impl="none", full_validation=False, window_size=None, cp_comm_type=["p2p"], reset_position_ids=False,
     dataloader_inter_document_masking=False, micro_batch_size=1, eval_micro_batch_size=None, dry_run=False,
-    save_retain_interval=None,
+    save_retain_interval=None, save=None, fp8=None,
 )
 EXPERTS = dict(
     num_experts=8, tensor_model_parallel_size=1, sequence_parallel=False, moe_expert_capacity_factor=None, moe_input_jitter_eps=None,
     moe_use_upcycling=False, overlap_moe_expert_parallel_comm=False, moe_router_load_balancing_type="aux_loss",
-    moe_token_dispatcher_type="alltoall", moe_grouped_gemm=False,
+    moe_token_dispatcher_type="alltoall", moe_grouped_gemm=False, moe_router_topk=2,
 )
 
 
@@ -70,6 +70,8 @@ def test_refused_engine_flags(name, value, message):
 @pytest.mark.parametrize(
     "values, message",
     [
+        (dict(moe_router_topk=0), "--moe-router-topk 0: .* 1 to --num-experts 8. A legal value: 2"),
+        (dict(moe_router_topk=9), "--moe-router-topk 9: .* 1 to --num-experts 8. A legal value: 2"),
         (dict(moe_expert_capacity_factor=1.0), "--moe-expert-capacity-factor 1.0: .* A legal value: unset"),
         (dict(moe_input_jitter_eps=0.1), "--moe-input-jitter-eps 0.1: .* A legal value: unset"),
         (dict(moe_use_upcycling=True), "--moe-use-upcycling True: .* A legal value: unset"),
@@ -127,6 +129,18 @@ def test_separate_documents_need_micro_batches_of_one():
 def test_unknown_kernel_is_refused():
     with pytest.raises(BDLMConfigError, match="--bdlm-attention-kernel nope: legal values: auto, torch"):
         arguments.check_combination(SimpleNamespace(**STOCK), BDLMConfig(bdlm_attention_kernel="nope"))
+
+
+def test_fp8_needs_a_gpu():
+    if not ON_CPU:
+        pytest.skip("refused on the CPU platform only; CUDA is available")
+    with pytest.raises(BDLMConfigError, match="--fp8-format hybrid: its products need CUDA .* A legal value: unset"):
+        arguments.check_combination(SimpleNamespace(**{**STOCK, "fp8": "hybrid"}), BDLMConfig())
+
+
+def test_checkpoints_to_keep_need_a_folder():
+    with pytest.raises(BDLMConfigError, match="--bdlm-keep-checkpoints 2: without --save there is none to keep. A legal value: unset"):
+        arguments.check_combination(SimpleNamespace(**STOCK), BDLMConfig(bdlm_keep_checkpoints=2))
 
 
 def test_stock_combination_passes():

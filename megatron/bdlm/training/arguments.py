@@ -256,6 +256,10 @@ def check_combination(args: Any, config: BDLMConfig) -> None:
         "--bdlm-keep-checkpoints deletes by another rule, and the two would delete each other's", "unset",
     )
     _refuse(
+        config.bdlm_keep_checkpoints is not None and not args.save, "--bdlm-keep-checkpoints", config.bdlm_keep_checkpoints,
+        "without --save there is none to keep", "unset",
+    )
+    _refuse(
         config.bdlm_self_conditioning > 0.0 and config.bdlm_diffusion_gemma is None, "--bdlm-self-conditioning",
         config.bdlm_self_conditioning, "only a model with --bdlm-diffusion-gemma has it", "0",
     )
@@ -269,6 +273,7 @@ def check_combination(args: Any, config: BDLMConfig) -> None:
         _refuse(
             args.transformer_impl != "local", "--transformer-impl", args.transformer_impl, "its layers need CUDA to be built", "local",
         )
+        _refuse(bool(args.fp8), "--fp8-format", args.fp8, "its products need CUDA and Transformer Engine", "unset")
 
 
 def _check_experts(args: Any) -> None:
@@ -285,6 +290,11 @@ def _check_experts(args: Any) -> None:
     _refuse(
         args.moe_token_dispatcher_type == "allgather", "--moe-token-dispatcher-type", "allgather",
         "ranks hold different numbers of rows, and it takes equal ones", "alltoall",
+    )
+    chosen = args.moe_router_topk
+    _refuse(
+        not 1 <= chosen <= args.num_experts, "--moe-router-topk", chosen,
+        f"a row is sent to 1 to --num-experts {args.num_experts}", str(min(2, args.num_experts)),
     )
     ranks = args.tensor_model_parallel_size
     _refuse(
