@@ -10,6 +10,13 @@ from megatron.bdlm.drafter.format import DrafterConfig, DrafterError, default_la
 from megatron.bdlm.drafter.objective import DraftObjective
 
 
+SHAPE = (
+    "dflash_version", "dflash_layers", "dflash_layer_ids", "dflash_block_size", "dflash_mask_token_id", "dflash_sliding_window",
+    "dflash_conv_kernel_size", "dflash_conv_group_size", "dflash_selector_rank", "dflash_selector_top_k",
+)  # fmt: skip
+"""Options that say what a drafter is, not how it is trained."""
+
+
 @dataclass
 class DrafterOptions:
     """Options of a drafter, its target and its data; a field is a flag."""
@@ -105,8 +112,29 @@ class DrafterOptions:
                 raise DrafterError(f"--{name.replace('_', '-')}: it is needed. A legal value: {legal}")
         if self.dflash_mask_token_id is None and self.dflash_init is None:
             raise DrafterError("--dflash-mask-token-id: it is needed. A legal value: the id of a token that text does not contain")
-        if self.dflash_anchors < 1:
-            raise DrafterError(f"--dflash-anchors {self.dflash_anchors}: at least one. A legal value: 512")
+        for name, legal in (("dflash_anchors", 512), ("dflash_layers", 5), ("dflash_chunk", 1024), ("dflash_sliding_window", 1024)):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise DrafterError(f"--{name.replace('_', '-')} {value}: at least one. A legal value: {legal}")
+        if self.dflash_gamma is not None and self.dflash_gamma <= 0:
+            raise DrafterError(f"--dflash-gamma {self.dflash_gamma}: weights fall with the place in the block. A legal value: 7.0")
+
+    def check_same_shape(self, saved: "DrafterOptions", folder: str) -> None:
+        """Refuse to go on from a checkpoint of another drafter (faults E5).
+
+        Args:
+            saved: the options inside the checkpoint of `folder`.
+
+        Raises:
+            DrafterError: naming the flag and both values.
+        """
+        for name in SHAPE:
+            ours, theirs = getattr(self, name), getattr(saved, name)
+            if ours != theirs:
+                legal = "unset" if theirs is None else theirs
+                raise DrafterError(
+                    f"--{name.replace('_', '-')} {ours}: the checkpoint in {folder} is of a drafter with {theirs}. A legal value: {legal}"
+                )
 
     def layer_ids(self) -> Optional[tuple[int, ...]]:
         """The layers asked for; None for the default."""

@@ -37,6 +37,7 @@ from megatron.bdlm.parallel.state import get_block_parallel_group, hierarchical_
 from megatron.bdlm.platform import cpu
 from megatron.bdlm.training import hooks
 from megatron.bdlm.training.arguments import ENGINE_DEFAULTS
+from megatron.bdlm.training.options import checkpoint_arguments, starting_folder
 
 _VOCABULARY_NOBODY_USES = 2  # the engine wants a tokenizer; ids come from the samples
 
@@ -71,6 +72,10 @@ def prepare() -> Any:
     )
     args = parse_and_validate_args(extra_args_provider=functools.partial(_provider, defaults=shape))
     check_layout(args, options)
+    folder = starting_folder(args.load, args.pretrained_checkpoint)
+    saved = checkpoint_arguments(folder)
+    if saved is not None:
+        options.check_same_shape(options_from_args(saved), folder)
     options.objective()  # an unknown combination is refused before any rank starts
     size = args.context_parallel_size
     args.block_parallel_size = options.block_parallel_size = options.block_parallel_size or size
