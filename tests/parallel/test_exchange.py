@@ -162,6 +162,16 @@ def test_rows_arrive_gradients_return_and_nothing_can_deadlock(name, way, size):
     assert_no_deadlock([link.batches for link in links])
 
 
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_an_owner_of_one_row_is_seen_once(ranks_per_node):
+    """Fewer rows than the parts in which they cross: the row must not cross in two of them (fault A7)."""
+    plan = dict(seq_length=8, block_size=5, strategy="hybrid", block_parallel_size=2, views=2, target_blocks=[0])
+    links, programs, gradients = run("hierarchical", 4, ranks_per_node, **plan)
+    assert 1 in {len(rows) for rows in programs[0].shared}
+    for ours, expected in zip(gradients, expected_gradients(programs)):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+
+
 def assert_no_deadlock(batches):
     """NCCL's rule: a rank's batches run in order, each until all of its sends and receives have met their partner."""
     left = [[(dict(sends), dict(receives)) for sends, receives in of_rank] for of_rank in batches]

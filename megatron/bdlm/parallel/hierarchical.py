@@ -101,10 +101,8 @@ class HierarchicalExchange(Exchange):
     def _part_of(self, owner: int, part: int) -> tuple[int, int]:
         """The owner's local rows [low, high) of a part: equal shares of its shared rows (half chunks if two-ended)."""
         rows = self.program.shared[owner]
-        if not len(rows):
-            return 0, 0
         low, end = len(rows) * part // PARTS, len(rows) * (part + 1) // PARTS
-        return int(rows[low]), int(rows[end - 1]) + 1
+        return (int(rows[low]), int(rows[end - 1]) + 1) if end > low else (0, 0)  # fewer rows than parts leave empty ones
 
     def _needs(self, rank: int, owner: int, part: int) -> np.ndarray:
         """Local rows of `owner` in this part that `rank` needs."""
